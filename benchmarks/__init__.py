@@ -1,0 +1,1 @@
+"""Measurements, the demonstration, and the table of optimizers that the tests share with them."""

@@ -1,0 +1,14 @@
+"""Weight-update sharding for JAX: each replica updates its share of the weights, with its share of the state."""
+
+from wusharding.analysis.plan import Plan as Plan
+from wusharding.errors import ContextError as ContextError
+from wusharding.errors import ReplicatedUpdateWarning as ReplicatedUpdateWarning
+from wusharding.errors import ReplicationError as ReplicationError
+from wusharding.errors import ShardingError as ShardingError
+from wusharding.errors import StateMismatchError as StateMismatchError
+from wusharding.errors import UnsupportedOptimizerError as UnsupportedOptimizerError
+from wusharding.transforms.optimizer import ShardedOptimizer as ShardedOptimizer
+from wusharding.transforms.optimizer import ShardedState as ShardedState
+from wusharding.transforms.optimizer import shard_updates as shard_updates
+
+__version__ = "0.1.0"

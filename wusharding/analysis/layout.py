@@ -1,0 +1,139 @@
+"""`Layout`: how the weights and the auxiliary state of one optimizer are stored, leaf by leaf.
+
+It travels inside the state as static data, so that a state can be read without anything else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from wusharding.analysis.placement import Placement, Replicas
+from wusharding.formats import Format
+from wusharding.jaxprs import Aval
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array: its path for messages, its logical shape, and how it is stored.
+
+    `lanes` stores flattened shards as rows x lanes. `why` says why it is not split, if it is not.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    placement: Placement
+    lanes: int | None = None
+    why: str = ""
+
+    @property
+    def aval(self) -> Aval:
+        return Aval(self.shape, self.dtype)
+
+    def format(self, replicas: Replicas) -> Format | None:
+        """The format in which its tile is stored; None where it is not split."""
+        fmt = self.placement.format(self.shape, replicas)
+        if fmt is None or self.lanes is None:
+            return fmt
+        return dataclasses.replace(fmt, lanes=self.lanes)
+
+    def local_stored_shape(self, replicas: Replicas) -> tuple[int, ...]:
+        """Shape of one device's stored piece."""
+        fmt = self.format(replicas)
+        if fmt is None:
+            return self.placement.tile_shape(self.shape, replicas)
+        return fmt.shard_shape
+
+    def spec(self, replicas: Replicas) -> PartitionSpec:
+        """How the stored array lies on the mesh."""
+        tiles = self.placement.tiles
+        span = self.placement.span
+        if span is None:
+            return _spec(list(tiles))
+        inside = tuple(a for axes in tiles[span.lo : span.hi] for a in axes)
+        axes = [*tiles[: span.lo], inside + replicas.shard_axes, *tiles[span.hi :]]
+        return _spec([axes[0], ()] if self.lanes is not None else axes)
+
+    def stored_shape(self, replicas: Replicas) -> tuple[int, ...]:
+        """Shape of the stored array as one global array."""
+        local = self.local_stored_shape(replicas)
+        spec = tuple(self.spec(replicas))
+        counts = [replicas.size(_axes(entry)) for entry in spec]
+        counts += [1] * (len(local) - len(counts))
+        return tuple(n * c for n, c in zip(local, counts, strict=True))
+
+    def logical_spec(self) -> PartitionSpec:
+        """How the whole array lies on the mesh, as far as model parallelism splits it."""
+        return _spec(list(self.placement.tiles))
+
+    def held_bytes(self, replicas: Replicas) -> int:
+        """Bytes that one device stores."""
+        return math.prod(self.local_stored_shape(replicas)) * Aval((), self.dtype).nbytes
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _spec(axes: list[tuple[str, ...]]) -> PartitionSpec:
+    while axes and not axes[-1]:
+        axes.pop()
+    return PartitionSpec(*(a[0] if len(a) == 1 else a or None for a in axes))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """How one optimizer's weights and state are stored.
+
+    Args:
+      replicas: mesh axes and sizes.
+      params: one `Leaf` a parameter, in flattening order.
+      state: one `Leaf` an array of the wrapped optimizer's state.
+      params_def: tree of the parameters.
+      state_def: tree of the wrapped optimizer's state.
+      masters: for each parameter, the dtype of its master weight, or None.
+    """
+
+    replicas: Replicas
+    params: tuple[Leaf, ...]
+    state: tuple[Leaf, ...]
+    params_def: Any
+    state_def: Any
+    masters: tuple[Any, ...]
+
+    def _key(self) -> tuple[Any, ...]:
+        return (
+            self.replicas,
+            self.params,
+            self.state,
+            self.params_def,
+            self.state_def,
+            self.masters,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Layout) and hash(self) == hash(other) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        cached = self.__dict__.get("_hash")
+        if cached is None:
+            cached = hash(self._key())
+            object.__setattr__(self, "_hash", cached)
+        return cached
+
+    def master_leaves(self) -> Iterator[Leaf]:
+        """The masters as leaves, for those parameters that have one."""
+        for leaf, dtype in zip(self.params, self.masters, strict=True):
+            if dtype is not None:
+                yield dataclasses.replace(leaf, dtype=dtype)

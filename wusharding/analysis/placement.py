@@ -1,0 +1,111 @@
+"""Where the elements of a value live: `Placement`, and `Mesh`, what it needs to know of the mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+from wusharding.formats import Format
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicas:
+    """The mesh as the analysis sees it: sizes of its axes, and which of them the update shards over.
+
+    Args:
+      axis_sizes: name and size of every mesh axis, in mesh order.
+      reduce_axes: the replica axes, over which gradients are summed.
+      shard_axes: the part of `reduce_axes` over which the update is sharded.
+    """
+
+    axis_sizes: tuple[tuple[str, int], ...]
+    reduce_axes: tuple[str, ...]
+    shard_axes: tuple[str, ...]
+
+    @property
+    def num_shards(self) -> int:
+        return self.size(self.shard_axes)
+
+    @property
+    def num_replicas(self) -> int:
+        return self.size(self.reduce_axes)
+
+    def size(self, axes: tuple[str, ...]) -> int:
+        sizes = dict(self.axis_sizes)
+        return math.prod(sizes[a] for a in axes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """Dims `lo:hi` merged, padded and split over the shard axes, `chunk` elements on each."""
+
+    lo: int
+    hi: int
+    chunk: int
+
+
+Tiles = tuple[tuple[str, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placement:
+    """`tiles[d]`: mesh axes that split dim `d` evenly (as model parallelism does, no padding).
+
+    `span`: how what these leave is split over the shard axes; None where it is not. A placement
+    with neither is replicated: every device holds the whole value.
+    """
+
+    tiles: Tiles
+    span: Span | None = None
+
+    @property
+    def tile_axes(self) -> tuple[str, ...]:
+        return tuple(a for axes in self.tiles for a in axes)
+
+    @property
+    def is_replicated(self) -> bool:
+        return self.span is None and not any(self.tiles)
+
+    def without_span(self) -> Placement:
+        return Placement(self.tiles)
+
+    def tile_shape(self, shape: tuple[int, ...], replicas: Replicas) -> tuple[int, ...]:
+        """The part of `shape` that the tiles leave on a device."""
+        if not any(self.tiles):
+            return shape
+        return tuple(n // replicas.size(t) for n, t in zip(shape, self.tiles, strict=True))
+
+    def format(self, shape: tuple[int, ...], replicas: Replicas) -> Format | None:
+        """The `Format` of the span."""
+        if self.span is None:
+            return None
+        tile = self.tile_shape(shape, replicas)
+        return span_format(tile, self.span, replicas.num_shards)
+
+    def local_shape(self, shape: tuple[int, ...], replicas: Replicas) -> tuple[int, ...]:
+        """The shape in which a device computes on it."""
+        tile = self.tile_shape(shape, replicas)
+        if self.span is None:
+            return tile
+        return tile[: self.span.lo] + (self.span.chunk,) + tile[self.span.hi :]
+
+    def local_dims(self) -> tuple[int, ...]:
+        """For each dim, its position in `local_shape`: merged dims share one."""
+        ndim = len(self.tiles)
+        if self.span is None:
+            return tuple(range(ndim))
+        lo, hi = self.span.lo, self.span.hi
+        merged = hi - lo - 1
+        return tuple(d if d < lo else lo if d < hi else d - merged for d in range(ndim))
+
+
+@functools.cache
+def span_format(tile: tuple[int, ...], span: Span, num_shards: int) -> Format:
+    return Format(tile, span.lo, span.hi, num_shards, span.chunk)
+
+
+@functools.cache
+def replicated(ndim: int) -> Placement:
+    """The placement of a value that every device holds whole."""
+    return Placement(((),) * ndim)

@@ -1,0 +1,321 @@
+"""`Plan`: what was decided for one optimizer, as data that prints, and what it holds and moves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+
+from wusharding.analysis.layout import Layout, Leaf
+from wusharding.analysis.placement import Placement, Replicas
+from wusharding.analysis.schedule import (
+    Communicate,
+    Move,
+    OwnedStage,
+    Problem,
+    Schedule,
+    steps_of,
+)
+from wusharding.formats.buckets import fill_buckets
+from wusharding.jaxprs import Aval
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPlan:
+    """One array: how it is stored and what a device holds of it.
+
+    Args:
+      path: where it is in its tree.
+      shape: logical shape.
+      dtype: its name.
+      format: how it is split, in words, or "replicated".
+      logical_bytes: bytes of the whole array.
+      held_bytes: bytes on one device, padding included.
+      why: why it is not split; empty where it is.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    format: str
+    logical_bytes: int
+    held_bytes: int
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """One kind of collective of a step: how many, and the bytes that one device puts into them."""
+
+    kind: str
+    purpose: str
+    count: int
+    operand_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is sharded, how, what it saves and moves, and what is not and why.
+
+    `print(plan)` explains it; `plan.to_json()` is the same as data.
+
+    Args:
+      num_shards: N.
+      num_replicas: replicas that hold the same weights; more than N when a subgroup is sharded over.
+      axes: mesh axes that are sharded over.
+      params: one entry a weight.
+      state: one entry an array of auxiliary state, masters included.
+      traffic: collectives of one step whose gradients arrive local or unreduced.
+      whole: operations that needed a split value whole, with their source lines.
+      owned: matrix jobs that one replica does for all, as (number of jobs, replicas that share them).
+      reduced_hint: what is different for gradients that arrive already reduced.
+    """
+
+    num_shards: int
+    num_replicas: int
+    axes: tuple[str, ...]
+    params: tuple[LeafPlan, ...]
+    state: tuple[LeafPlan, ...]
+    traffic: tuple[Traffic, ...]
+    whole: tuple[Problem, ...]
+    owned: tuple[int, int]
+    reduced_hint: str
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the whole state, unpadded."""
+        return sum(leaf.logical_bytes for leaf in self.state)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of state on one device."""
+        return sum(leaf.held_bytes for leaf in self.state)
+
+    @property
+    def replicated_bytes(self) -> int:
+        """Bytes of state that every device holds whole."""
+        return sum(leaf.held_bytes for leaf in self.state if leaf.why)
+
+    @property
+    def storage_factor(self) -> float:
+        """Bytes held on one device over its fair share, state / N; 1 is perfect."""
+        return self.held_bytes * self.num_shards / self.state_bytes if self.state_bytes else 1.0
+
+    def to_json(self) -> str:
+        """The plan as JSON, totals included."""
+        data = dataclasses.asdict(self) | {
+            "state_bytes": self.state_bytes,
+            "held_bytes": self.held_bytes,
+            "replicated_bytes": self.replicated_bytes,
+            "storage_factor": self.storage_factor,
+        }
+        return json.dumps(data, indent=2, default=str)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> list[str]:
+        lines = [
+            f"Weight update sharded {self.num_shards} ways over {', '.join(self.axes)}"
+            + (f" ({self.num_replicas} replicas)" if self.num_replicas != self.num_shards else "")
+        ]
+        lines += [
+            f"  state      {_bytes(self.state_bytes)} in all, {_bytes(self.held_bytes)} on each device, "
+            f"{self.storage_factor:.4f} of a fair share",
+            f"  replicated {_bytes(self.replicated_bytes)} of it on every device",
+        ]
+        lines += ["", "Weights"] + _table(self.params)
+        lines += ["", "State"] + _table(self.state)
+        lines += ["", "Collectives of a step (bytes that one device puts in)"]
+        lines += [
+            f"  {t.kind:<15}{t.count:>5}  {_bytes(t.operand_bytes):>12}  {t.purpose}"
+            for t in self.traffic
+        ] or ["  none"]
+        lines += [f"  {self.reduced_hint}"]
+        if self.owned[0]:
+            jobs, owners = self.owned
+            lines += ["", f"Matrix work: {jobs} jobs, each done once, shared by {owners} replicas"]
+        if self.whole:
+            lines += ["", "Gathered during the update, because an operation could not run on the pieces"]
+            lines += _problems(self.whole)
+        return lines
+
+
+def make_plan(layout: Layout, schedule: Schedule, problems: Sequence[Problem], bucket_bytes: int, *, reduced: bool) -> Plan:
+    """The plan of one optimizer, from what was decided.
+
+    Args:
+      layout: how everything is stored.
+      schedule: the steps of one update.
+      problems: what could not run on pieces.
+      bucket_bytes: capacity of a bucket.
+      reduced: gradients are known to arrive reduced.
+    """
+    replicas = layout.replicas
+    masters = tuple(
+        dataclasses.replace(leaf, path=f".master{leaf.path}") for leaf in layout.master_leaves()
+    )
+    jobs = [j for s in steps_of(schedule) if isinstance(s, OwnedStage) for j in s.jobs]
+    return Plan(
+        num_shards=replicas.num_shards,
+        num_replicas=replicas.num_replicas,
+        axes=replicas.shard_axes,
+        params=tuple(_leaf_plan(leaf, replicas) for leaf in layout.params),
+        state=tuple(_leaf_plan(leaf, replicas) for leaf in (*layout.state, *masters)),
+        traffic=tuple(_traffic(layout, schedule, bucket_bytes, reduced=reduced)),
+        whole=tuple(problems),
+        owned=(len(jobs), len({j.owner for j in jobs})),
+        reduced_hint=(
+            "gradients arrive reduced: each device slices its share, without a collective"
+            if reduced
+            else "gradients that arrive reduced are sliced instead, without a reduce-scatter"
+        ),
+    )
+
+
+def _leaf_plan(leaf: Leaf, replicas: Replicas) -> LeafPlan:
+    tile = leaf.placement.tile_shape(leaf.shape, replicas)
+    logical = math.prod(tile) * Aval((), leaf.dtype).nbytes
+    return LeafPlan(
+        leaf.path,
+        leaf.shape,
+        str(leaf.dtype),
+        describe(leaf.placement, leaf.shape, replicas, leaf.lanes),
+        logical,
+        leaf.held_bytes(replicas),
+        leaf.why,
+    )
+
+
+def describe(
+    placement: Placement, shape: tuple[int, ...], replicas: Replicas, lanes: int | None = None
+) -> str:
+    """A placement in words.
+
+    >>> r = Replicas((("data", 8),), ("data",), ("data",))
+    >>> from wusharding.analysis.placement import Span
+    >>> describe(Placement(((), ()), Span(0, 2, 34)), (17, 16), r)
+    'all dims merged, 34 each'
+    >>> describe(Placement(((), ()), Span(0, 1, 3)), (17, 16), r)
+    'dim 0, 3 each, 7 of padding'
+    """
+    words = []
+    if placement.tile_axes:
+        words.append(f"tiled over {', '.join(placement.tile_axes)}")
+    fmt = placement.format(shape, replicas)
+    if fmt is not None:
+        if fmt.hi - fmt.lo == 1:
+            dims = f"dim {fmt.lo}"
+        elif fmt.is_flat:
+            dims = "all dims merged"
+        else:
+            dims = f"dims {fmt.lo}-{fmt.hi - 1} merged"
+        rows = f" as rows x {lanes}" if lanes else ""
+        words.append(f"{dims}{rows}, {fmt.chunk_elems} each")
+        pad = fmt.chunk_elems * fmt.num_shards - fmt.merged_elems
+        if pad:
+            words.append(f"{pad} of padding")
+    return ", ".join(words) or "replicated"
+
+
+def _traffic(
+    layout: Layout, schedule: Schedule, bucket_bytes: int, *, reduced: bool
+) -> list[Traffic]:
+    replicas = layout.replicas
+    split = [leaf for leaf in layout.params if leaf.placement.span is not None]
+    rest = [leaf for leaf in layout.params if leaf.placement.span is None]
+    hops = len(replicas.shard_axes)
+    rows = []
+    if split and not reduced:
+        rows.append(Traffic("reduce-scatter", "gradients", hops * _buckets(split, replicas, bucket_bytes), _padded(split, replicas)))
+        if replicas.num_replicas > replicas.num_shards:
+            rows.append(Traffic("all-reduce", "gradient shards, between subgroups", 1, _padded(split, replicas) // replicas.num_shards))
+    if rest and not reduced and replicas.num_replicas > 1:
+        rows.append(Traffic("all-reduce", "gradients that stay whole", 1, sum(leaf.aval.nbytes for leaf in rest)))
+    rows += _inner_traffic(schedule, replicas)
+    if split:
+        rows.append(Traffic("all-gather", "updates or new weights", hops * _buckets(split, replicas, bucket_bytes), _padded(split, replicas) // replicas.num_shards))
+    return rows
+
+
+def _padded(leaves: Sequence[Leaf], replicas: Replicas) -> int:
+    return sum(leaf.held_bytes(replicas) for leaf in leaves) * replicas.num_shards
+
+
+def _buckets(leaves: Sequence[Leaf], replicas: Replicas, bucket_bytes: int) -> int:
+    count = 0
+    for dtype in {leaf.dtype for leaf in leaves}:
+        elems = [
+            math.prod(leaf.local_stored_shape(replicas)) for leaf in leaves if leaf.dtype == dtype
+        ]
+        size = Aval((), dtype).nbytes
+        count += len(fill_buckets(elems, bucket_bytes // (size * replicas.num_shards)))
+    return count
+
+
+def _inner_traffic(schedule: Schedule, replicas: Replicas) -> list[Traffic]:
+    """Norms, gathers and exchanges that the update itself makes."""
+    sums, gathers = [0, 0], [0, 0]
+    exchange = [0, 0]
+    for step in steps_of(schedule):
+        moves = step.moves if isinstance(step, Communicate) else (step,) if isinstance(step, Move) else ()
+        for kind, total in (("reduce", sums), ("gather", gathers)):
+            found = [m for m in moves if m.kind == kind]
+            total[0] += bool(found)
+            total[1] += sum(m.aval.nbytes for m in found)
+        if isinstance(step, OwnedStage):
+            exchange[0] += 2
+            items = [i for j in step.jobs for i in (*j.entries, *j.exits)]
+            exchange[1] += sum(i.aval.nbytes for i in items) // replicas.num_shards
+    rows = []
+    if sums[0]:
+        rows.append(Traffic("all-reduce", "norms and other sums", sums[0], sums[1]))
+    if gathers[0]:
+        rows.append(Traffic("all-gather", "values needed whole", gathers[0], gathers[1] // replicas.num_shards))
+    if exchange[0]:
+        rows.append(Traffic("all-to-all", "matrices to and from their owners", exchange[0], exchange[1]))
+    return rows
+
+
+# ---------------------------------------------------------------------------------------- printing
+
+_MAX_ROWS = 60
+
+
+def _table(leaves: Sequence[LeafPlan]) -> list[str]:
+    rows = [
+        (
+            leaf.path or "(root)",
+            f"{leaf.dtype}{list(leaf.shape)}",
+            leaf.format,
+            _bytes(leaf.held_bytes),
+            leaf.why,
+        )
+        for leaf in leaves[:_MAX_ROWS]
+    ]
+    widths = [max((len(r[i]) for r in rows), default=0) for i in range(4)]
+    lines = [
+        "  " + "  ".join(cell.ljust(w) for cell, w in zip(r, [*widths, 0], strict=True)).rstrip()
+        for r in rows
+    ]
+    if len(leaves) > _MAX_ROWS:
+        lines.append(f"  ... and {len(leaves) - _MAX_ROWS} more (all of them in to_json())")
+    return lines or ["  none"]
+
+
+def _problems(problems: Sequence[Problem]) -> list[str]:
+    seen: dict[tuple[str, str, str], int] = {}
+    for p in problems:
+        key = (p.primitive, p.why, p.source)
+        seen[key] = seen.get(key, 0) + p.moved_bytes
+    return [f"  {prim:<16} {_bytes(n):>12}  {why}  [{src}]" for (prim, why, src), n in seen.items()]
+
+
+def _bytes(n: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024 or unit == "GiB":
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
+        n /= 1024
+    raise AssertionError
+

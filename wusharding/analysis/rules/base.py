@@ -1,0 +1,105 @@
+"""`OpRule`: what one primitive does to dims, as data, and the registry of rules.
+
+A rule labels every dim of every operand and result with *factors*, as an einsum does with letters.
+Splitting a factor splits every dim that carries it. A factor may be
+
+* passed through: it labels a dim of each result, and each device computes its own piece;
+* reduced: it labels no result, and the pieces combine by a reduction;
+* blocked: the operation needs all of it at once.
+
+Rules are written for one split dim, never see a mesh or an array, and are proven by the
+split-run-join law in `tests/laws.py`. A primitive without a rule is not shardable: it runs on the
+whole value, and the plan names it with its source line. Nothing is guessed.
+
+Source of the idea: the op-sharding rules of Shardy and the dim rules of GSPMD (arXiv 2105.04663).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from wusharding.jaxprs import Aval, Op
+
+DimFactors = tuple[tuple[int, ...], ...]
+Reduction = Literal["sum", "prod", "max", "min", "and", "or", "xor"]
+
+
+class Factors(NamedTuple):
+    """The labels of one operation: `ins[i][d]` are the factors of dim `d`, major to minor."""
+
+    ins: tuple[DimFactors, ...]
+    outs: tuple[DimFactors, ...]
+    sizes: Mapping[int, int]
+    reduced: Mapping[int, Reduction] = {}
+    blocked: frozenset[int] = frozenset()
+
+
+class LocalView(NamedTuple):
+    """What a rule needs to rewrite an operation's parameters for one device.
+
+    `in_dims[i][d]` is where dim `d` of operand `i` lies in its local shape (merged dims share a
+    position), likewise `out_dims`; `in_shapes` and `out_shapes` are the local shapes.
+    """
+
+    in_dims: tuple[tuple[int, ...], ...]
+    out_dims: tuple[tuple[int, ...], ...]
+    in_shapes: tuple[tuple[int, ...], ...]
+    out_shapes: tuple[tuple[int, ...], ...]
+
+
+FactorsFn = Callable[[Op, list[Aval], list[Aval]], Factors]
+LocalizeFn = Callable[[Op, LocalView], dict[str, Any]]
+ReshapeFn = Callable[[Op, LocalView], tuple[tuple[int, ...] | None, ...]]
+LinearFn = Callable[[Op, tuple[int, ...]], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class OpRule:
+    """What one primitive does to dims.
+
+    Args:
+      family: the file of `rules/` that it lives in.
+      factors: labels the dims of one operation.
+      localize: rewrites the parameters for local shapes; None where they name no shape or dim.
+      reshape: for each operand the shape to give it before, or None: dims of length 1 that do not
+        fit the local result.
+      merged_dims: whether it also works on operands whose split dims were merged into one.
+      linear: given the operands that hold partial sums, whether applying the operation to the
+        parts and adding up gives the same as adding up first. None means never.
+      matrix: the work grows faster than its operands do, so it is worth doing once and not on
+        each replica: such work is given to one owner.
+    """
+
+    family: str
+    factors: FactorsFn
+    localize: LocalizeFn | None = None
+    reshape: ReshapeFn | None = None
+    merged_dims: bool = True
+    linear: LinearFn | None = None
+    matrix: bool = False
+
+
+RULES: dict[str, OpRule] = {}
+
+
+def register(names: str | Iterable[str], rule: OpRule) -> None:
+    """Adds `rule` for each primitive of `names`, a string of names between spaces."""
+    for name in names.split() if isinstance(names, str) else names:
+        if name in RULES:
+            raise ValueError(f"primitive {name!r} has a rule already")
+        RULES[name] = rule
+
+
+def dims(*factors: int) -> DimFactors:
+    """One factor a dim: `dims(0, 1)` labels two dims with factors 0 and 1."""
+    return tuple((f,) for f in factors)
+
+
+def same_dims(ndim: int) -> DimFactors:
+    return tuple((d,) for d in range(ndim))
+
+
+def sizes_of(aval: Aval) -> dict[int, int]:
+    return dict(enumerate(aval.shape))

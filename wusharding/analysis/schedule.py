@@ -1,0 +1,157 @@
+"""What `decide` decides, as data: the steps by which a device computes its part of a program.
+
+Values are named by integer ids. An id below `len(program.avals)` is a value of the program; each
+movement of a value (a gather, a slice, a finished sum) makes a new id, so that a step reads exactly
+the form that it needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from wusharding.analysis.placement import Placement
+from wusharding.analysis.rules import LocalView
+from wusharding.analysis.rules.base import Reduction
+from wusharding.jaxprs import Aval, Op, Program
+
+
+class Mask(NamedTuple):
+    """Padding of an operand that must not count: beyond `valid` elements along `dim` of all shards."""
+
+    operand: int
+    dim: int
+    chunk: int
+    valid: int
+    reduction: Reduction
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Compute:
+    """Runs one operation on local pieces, after filling padding that must not count."""
+
+    op: Op
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    view: LocalView | None = None
+    masks: tuple[Mask, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Control:
+    """Runs a control-flow operation by re-entering it with its bodies' schedules."""
+
+    op: Op
+    ins: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    outs: tuple[int, ...]
+    bodies: tuple[Schedule, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Move:
+    """Takes value `source` from one placement to another and calls it `dest`.
+
+    `kind` is "slice" (no communication), "gather", or "reduce": a partial value, finished over
+    `axes` with `reduction`, whole or scattered to `after`.
+    """
+
+    kind: Literal["slice", "gather", "reduce"]
+    source: int
+    dest: int
+    aval: Aval
+    before: Placement
+    after: Placement
+    reduction: Reduction | None = None
+    axes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Communicate:
+    """Moves that are ready together, so that they may share collectives."""
+
+    moves: tuple[Move, ...]
+
+
+class Entry(NamedTuple):
+    """A split value that an owner needs whole, and what it is called there."""
+
+    source: int
+    dest: int
+    aval: Aval
+    placement: Placement
+
+
+class Exit(NamedTuple):
+    """A value that an owner made, and the split value that it becomes."""
+
+    source: int
+    dest: int
+    aval: Aval
+    placement: Placement
+
+
+@dataclasses.dataclass(slots=True)
+class Job:
+    """Operations on whole matrices that one replica does for all."""
+
+    steps: list[Compute]
+    entries: list[Entry]
+    exits: list[Exit]
+    flops: float = 0.0
+    owner: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OwnedStage:
+    """Jobs that run at the same time, each on its owner, between two all-to-alls."""
+
+    jobs: tuple[Job, ...]
+
+
+Step = Compute | Control | Communicate | Move | OwnedStage
+
+
+@dataclasses.dataclass(slots=True)
+class Schedule:
+    """A program as one device runs it.
+
+    Args:
+      program: the program that it carries out.
+      steps: in the order in which they run.
+      inputs: the placement in which each input is expected.
+      outputs: for each output, the id that holds it and its placement.
+    """
+
+    program: Program
+    steps: list[Step]
+    inputs: list[Placement]
+    outputs: list[tuple[int, Placement]]
+
+
+class Problem(NamedTuple):
+    """An operation that could not run on pieces, and what was moved for it.
+
+    `leaf` is the input from which the value came by which the operation was blocked.
+    """
+
+    leaf: int
+    primitive: str
+    source: str
+    moved_bytes: int
+    why: str
+
+
+def steps_of(schedule: Schedule) -> Sequence[Any]:
+    """All steps, those of control-flow bodies and jobs included, for counting."""
+    found: list[Any] = []
+    for step in schedule.steps:
+        found.append(step)
+        if isinstance(step, Control):
+            for body in step.bodies:
+                found.extend(steps_of(body))
+        if isinstance(step, OwnedStage):
+            for job in step.jobs:
+                found.extend(job.steps)
+    return found

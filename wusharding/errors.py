@@ -1,0 +1,25 @@
+"""The library's own exceptions. Bad arguments raise `ValueError` or `TypeError`; these are for programs."""
+
+
+class ShardingError(Exception):
+    """Base class: the request is well formed, and this library cannot carry it out."""
+
+
+class UnsupportedOptimizerError(ShardingError):
+    """The optimizer's own `init` or `update` could not be traced."""
+
+
+class StateMismatchError(ShardingError, ValueError):
+    """A state, or a tree of gradients or parameters, that belongs to another plan."""
+
+
+class ReplicationError(ShardingError, ValueError):
+    """A value that must be equal on every replica may differ, or the other way round."""
+
+
+class ContextError(ShardingError, ValueError):
+    """No mesh, an unknown mesh axis, or a call from a context where it cannot work."""
+
+
+class ReplicatedUpdateWarning(UserWarning):
+    """Nothing will be sharded: every leaf of the state stays replicated."""

@@ -1,0 +1,260 @@
+"""The one file that touches JAX's program representation and what changes between its versions.
+
+Everything else works on `Program`, a flat list of `Op`s over integer value ids:
+
+* call-like equations (`jit`, `remat`, `custom_jvp_call`, ...) are inlined, so that they cannot hide
+  an operation from the analysis;
+* `cond`, `scan` and `while` keep their bodies, each a `Program` of its own;
+* literals and captured constants are values like any other, listed in `Program.consts`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex
+from jax.extend import source_info_util
+
+
+class Aval(NamedTuple):
+    """Shape and dtype of one value."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def size(self) -> int:
+        size = 1
+        for n in self.shape:
+            size *= n
+        return size
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * itemsize(self.dtype)
+
+
+def itemsize(dtype: Any) -> int:
+    """Bytes of one element; a PRNG key counts as the words of its key data."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return 8
+    return dtype.itemsize
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Op:
+    """One operation: `outs = primitive(*ins, **params)`, ids into the `Program` that holds it."""
+
+    primitive: Any
+    params: dict[str, Any]
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    subs: tuple[Program, ...]
+    source_info: Any
+
+    @property
+    def name(self) -> str:
+        return self.primitive.name
+
+    @property
+    def source(self) -> str:
+        """The user's line that made this operation, `file.py:12 (function)`."""
+        text = source_info_util.summarize(self.source_info)
+        path, _, rest = text.partition(":")
+        return f"{'/'.join(path.split('/')[-2:])}:{rest}" if rest else text
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Program:
+    """A straight line of operations. `avals[i]` describes value `i`."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    ops: list[Op]
+    avals: list[Aval]
+    consts: dict[int, Any]
+
+
+# ---------------------------------------------------------------------------------------- tracing
+
+_INLINED: Mapping[str, str] = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "custom_lin": "jaxpr",
+}
+_CONTROL: Mapping[str, tuple[str, ...]] = {
+    "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+}
+
+
+def trace(fun: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
+    """Traces `fun` at global shapes, outside of any mesh.
+
+    Args:
+      fun: a function of pytrees of arrays.
+      *args: pytrees of anything with `shape` and `dtype`.
+
+    Returns:
+      The program, whose inputs are the leaves of `args` in order, and the output as a pytree of
+      `jax.ShapeDtypeStruct`.
+    """
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    with no_mesh():
+        closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*structs)
+    return from_jaxpr(closed), out_shape
+
+
+@contextlib.contextmanager
+def no_mesh() -> Iterator[None]:
+    """Hides the ambient mesh, so that traced values carry no sharding."""
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        yield
+
+
+def from_jaxpr(closed: jex.ClosedJaxpr) -> Program:
+    """Flattens a closed jaxpr into a `Program`."""
+    build = _Builder()
+    env: dict[Any, int] = {}
+    for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+        env[var] = build.const(value, var.aval)
+    inputs = tuple(build.new(v.aval, env, v) for v in closed.jaxpr.invars)
+    outputs = build.inline(closed.jaxpr, env)
+    return Program(inputs, outputs, build.ops, build.avals, build.consts)
+
+
+class _Builder:
+    """Appends equations to one flat program."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.avals: list[Aval] = []
+        self.consts: dict[int, Any] = {}
+        self._literals: dict[Any, int] = {}
+
+    def new(self, aval: Any, env: dict[Any, int] | None = None, var: Any = None) -> int:
+        self.avals.append(Aval(tuple(aval.shape), aval.dtype))
+        index = len(self.avals) - 1
+        if env is not None:
+            env[var] = index
+        return index
+
+    def const(self, value: Any, aval: Any) -> int:
+        index = self.new(aval)
+        self.consts[index] = value
+        return index
+
+    def atom(self, atom: Any, env: dict[Any, int]) -> int:
+        if not isinstance(atom, jex.Literal):
+            return env[atom]
+        try:
+            key = (type(atom.val), str(atom.aval), atom.aval.weak_type, repr(atom.val))
+        except AttributeError:
+            return self.const(atom.val, atom.aval)
+        if key not in self._literals:
+            self._literals[key] = self.const(atom.val, atom.aval)
+        return self._literals[key]
+
+    def inline(self, jaxpr: Any, env: dict[Any, int]) -> tuple[int, ...]:
+        for eqn in jaxpr.eqns:
+            ins = tuple(self.atom(a, env) for a in eqn.invars)
+            sub = _INLINED.get(eqn.primitive.name)
+            if sub is not None and sub in eqn.params:
+                outs = self._call(eqn.params[sub], ins)
+                env.update(zip(eqn.outvars, outs, strict=True))
+                continue
+            outs = tuple(self.new(v.aval, env, v) for v in eqn.outvars)
+            subs = _bodies(eqn)
+            self.ops.append(Op(eqn.primitive, eqn.params, ins, outs, subs, eqn.source_info))
+        return tuple(self.atom(a, env) for a in jaxpr.outvars)
+
+    def _call(self, jaxpr: Any, ins: tuple[int, ...]) -> tuple[int, ...]:
+        env: dict[Any, int] = {}
+        if hasattr(jaxpr, "consts"):
+            jaxpr, consts = jaxpr.jaxpr, jaxpr.consts
+            for var, value in zip(jaxpr.constvars, consts, strict=True):
+                env[var] = self.const(value, var.aval)
+        env.update(zip(jaxpr.invars, ins, strict=True))
+        return self.inline(jaxpr, env)
+
+
+def _bodies(eqn: Any) -> tuple[Program, ...]:
+    if eqn.primitive.name == "cond":
+        return tuple(from_jaxpr(b) for b in eqn.params["branches"])
+    names = _CONTROL.get(eqn.primitive.name, ())
+    return tuple(from_jaxpr(eqn.params[n]) for n in names)
+
+
+def prune(program: Program) -> Program:
+    """The same program without operations that no output needs; effects are kept."""
+    needed = set(program.outputs)
+    kept = []
+    for op in reversed(program.ops):
+        if needed.intersection(op.outs) or getattr(op.primitive, "has_effects", False):
+            kept.append(op)
+            needed.update(op.ins)
+    return dataclasses.replace(program, ops=kept[::-1])
+
+
+# ------------------------------------------------------------------------------- manual-mode types
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The mesh axes over which JAX's types say that `x` varies; empty where types are unchecked."""
+    aval = jax.typeof(x)
+    manual = getattr(aval, "mat", None)
+    return manual.varying if manual is not None else getattr(aval, "vma", frozenset())
+
+
+def align_varying(args: Sequence[Any]) -> list[Any]:
+    """Casts `args` so that all vary over the same axes, which `bind` asks for."""
+    axes = [varying_axes(a) for a in args]
+    union = frozenset().union(*axes)
+    if not union:
+        return list(args)
+    return [as_varying(a, union - have) for a, have in zip(args, axes, strict=True)]
+
+
+def as_varying(x: Any, axes: frozenset[str]) -> Any:
+    """Casts `x` to vary over `axes` as well."""
+    missing = axes - varying_axes(x)
+    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def bound_axis_size(axis: str) -> int | None:
+    """The size of a mesh axis that is bound here (in `shard_map` or `pmap`), or None."""
+    try:
+        return lax.axis_size(axis)
+    except NameError:
+        return None
+
+
+def checks_varying(axis: str) -> bool:
+    """True inside a `shard_map` with `check_vma=True`."""
+    return axis in varying_axes(lax.axis_index(axis))
+
+
+def array_aval(x: Any) -> Aval:
+    """Shape and dtype of an array, a tracer, a numpy value or a `ShapeDtypeStruct`."""
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return Aval(tuple(x.shape), jnp.dtype(x.dtype) if _is_plain(x.dtype) else x.dtype)
+    value = jnp.asarray(x)
+    return Aval(value.shape, value.dtype)
+
+
+def _is_plain(dtype: Any) -> bool:
+    return not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)

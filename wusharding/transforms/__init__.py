@@ -1,0 +1,1 @@
+"""Rewrites programs as a plan says; decides nothing."""

@@ -1,0 +1,476 @@
+"""Every check of what users hand over, and the messages: where, what was found, what is needed, what to do."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from wusharding.analysis.choose import FORMAT_CHOICES as FORMAT_CHOICES
+from wusharding.analysis.choose import TARGETS as TARGETS
+from wusharding.analysis.layout import Layout, Leaf
+from wusharding.analysis.placement import Replicas, Tiles
+from wusharding.errors import (
+    ContextError,
+    ReplicatedUpdateWarning,
+    ReplicationError,
+    StateMismatchError,
+)
+from wusharding.jaxprs import Aval, array_aval, varying_axes
+from wusharding.transforms.context import Context, is_tracer, spec_of, unreduced_axes
+from wusharding.transforms.programs import Options, flatten_with_paths
+from wusharding.transforms.runner import Arrival
+
+T = TypeVar("T")
+
+# ------------------------------------------------------------------------- arguments of the wrapper
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """It has `init` and `update`."""
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            f"optimizer: found {type(optimizer).__name__}, need an optax.GradientTransformation "
+            f"(for optax.MultiSteps pass `.gradient_transformation()`)."
+        )
+
+
+def axis_tuple(name: str, axis: Any) -> tuple[str, ...]:
+    """One mesh axis or several, as a tuple."""
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    if not axes or not all(isinstance(a, str) for a in axes) or len(set(axes)) != len(axes):
+        raise ValueError(f"{name}={axis!r}: need a mesh axis name, or several different ones.")
+    return axes
+
+
+def check_subset(shard_axes: tuple[str, ...], reduce_axes: tuple[str, ...]) -> tuple[str, ...]:
+    """`shard_axis` names a part of `axis`."""
+    if not set(shard_axes) <= set(reduce_axes):
+        raise ValueError(
+            f"shard_axis={shard_axes}: must be among axis={reduce_axes}, over which gradients are "
+            f"reduced."
+        )
+    return shard_axes
+
+
+def check_choice(name: str, value: T, allowed: Sequence[Any]) -> T:
+    """`value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: must be one of {tuple(allowed)}.")
+    return value
+
+
+def check_count(name: str, value: Any, least: int) -> int:
+    """`value` is an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ValueError(f"{name}={value!r}: need an integer of at least {least}.")
+    return int(value)
+
+
+def check_float_dtype(name: str, dtype: Any) -> Any:
+    """`dtype` is a floating dtype or None."""
+    if dtype is None:
+        return None
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError as e:
+        raise ValueError(f"{name}={dtype!r}: need a floating dtype or None.") from e
+    if not jnp.issubdtype(found, jnp.floating):
+        raise ValueError(f"{name}={found}: need a floating dtype or None.")
+    return found
+
+
+def check_mesh(mesh: Any, axes: tuple[str, ...]) -> None:
+    """`mesh` is a mesh that has the axes."""
+    if mesh is None:
+        return
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"mesh: found {type(mesh).__name__}, need a jax.sharding.Mesh or None.")
+    missing = [a for a in axes if a not in mesh.axis_names]
+    if missing:
+        raise ContextError(
+            f"axis={axes}: the mesh has no axis {missing}; its axes are {tuple(mesh.axis_names)}."
+        )
+
+
+def broadcast_specs(specs: Any, treedef: Any) -> list[PartitionSpec]:
+    """One spec a weight, from a tree (or a prefix of one) of specs."""
+    template = treedef.unflatten([0] * treedef.num_leaves)
+    try:
+        full = jax.tree.map(
+            lambda s, sub: [s] * len(jax.tree.leaves(sub)),
+            specs,
+            template,
+            is_leaf=lambda x: x is None or isinstance(x, PartitionSpec),
+        )
+    except (ValueError, TypeError) as e:
+        raise ValueError(f"param_specs: its tree does not fit the parameters': {e}") from e
+    flat = jax.tree.leaves(full, is_leaf=lambda x: isinstance(x, PartitionSpec) or x is None)
+    return [PartitionSpec() if s is None else s for s in flat]
+
+
+# -------------------------------------------------------------------------------------- parameters
+
+
+def check_params(paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Every weight is a floating or complex array."""
+    for path, x in zip(paths, leaves, strict=True):
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise TypeError(
+                f"params{path}: found {type(x).__name__}, need an array. Keep settings and other "
+                f"non-arrays out of the parameter tree."
+            )
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise TypeError(
+                f"params{path}: found dtype {x.dtype}, need a floating or complex one: gradients of "
+                f"integer parameters do not exist. Take it out of the tree that is optimized."
+            )
+
+
+def check_tiles(path: str, aval: Aval, tiles: Tiles, replicas: Replicas, *, manual: bool) -> None:
+    """Model-parallel splits are even and do not use the replica axes."""
+    sizes = dict(replicas.axis_sizes)
+    for d, axes in enumerate(tiles):
+        shared = [a for a in axes if a in replicas.reduce_axes]
+        if shared:
+            raise ContextError(
+                f"params{path}: dim {d} is already split over {shared}, which axis="
+                f"{replicas.reduce_axes} names as replicas holding the same weights. Name only axes "
+                f"over which the weights are replicated."
+            )
+        unknown = [a for a in axes if a not in sizes]
+        if unknown:
+            raise ContextError(f"params{path}: the mesh has no axis {unknown}.")
+        n = replicas.size(axes)
+        if not manual and aval.shape[d] % n:
+            raise ContextError(
+                f"params{path}: dim {d} of length {aval.shape[d]} is split over {axes} in {n} uneven "
+                f"parts. Pad it, or replicate it."
+            )
+
+
+def check_spec_known(context: Context, axes: tuple[str, ...], leaves: Sequence[Any]) -> None:
+    """In `jit` on an auto mesh nothing tells how weights are split over other axes."""
+    other = [a for a, n in context.replicas.axis_sizes if a not in axes and n > 1]
+    if other and any(is_tracer(x) for x in leaves):
+        raise ContextError(
+            f"the mesh has further axes {other}, and under jit on an auto mesh it cannot be seen how "
+            f"the parameters are split over them. Call init eagerly once on placed parameters, or "
+            f"pass shard_updates(..., param_specs=...)."
+        )
+
+
+def check_replicated(context: Context, layout: Layout, leaves: Sequence[Any]) -> None:
+    """In checked manual mode weights must not vary over the replica axes."""
+    if not context.checked:
+        return
+    for leaf, x in zip(layout.params, leaves, strict=True):
+        shared = varying_axes(x) & set(layout.replicas.reduce_axes)
+        if shared:
+            raise ReplicationError(
+                f"params{leaf.path}: it may differ between replicas (it varies over "
+                f"{sorted(shared)}), so its update is not replicated. Pass it into shard_map with a "
+                f"spec that does not name {sorted(shared)}."
+            )
+
+
+def warn_if_nothing_sharded(layout: Layout) -> None:
+    """A wrapper that shards nothing says so."""
+    if any(leaf.placement.span is not None for leaf in layout.params):
+        return
+    if layout.replicas.num_shards == 1:
+        why = f"the axes {layout.replicas.shard_axes} have size 1"
+    else:
+        why = "; ".join(sorted({leaf.why for leaf in layout.params})) or "there are no parameters"
+    warnings.warn(
+        f"shard_updates: no parameter is sharded ({why}); every replica does the whole update.",
+        ReplicatedUpdateWarning,
+        stacklevel=4,
+    )
+
+
+def concrete_mesh(mesh: Any) -> Mesh:
+    """The mesh with devices, needed outside of any trace."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    found = jax.sharding.get_mesh()
+    if isinstance(found, Mesh) and not found.empty:
+        return found
+    raise ContextError(
+        "no mesh with devices: pass shard_updates(..., mesh=mesh), or call inside "
+        "`with jax.set_mesh(mesh)`."
+    )
+
+
+def place(leaves: Sequence[Any], specs: Sequence[PartitionSpec], mesh: Mesh) -> list[Any]:
+    """Eager arrays put on the mesh; those committed to other devices are refused."""
+    devices = set(mesh.devices.flat)
+    for x in leaves:
+        sharding = getattr(x, "sharding", None)
+        if sharding is None or not getattr(x, "committed", False):
+            continue
+        if set(sharding.device_set) != devices and len(sharding.device_set) > 1:
+            raise ContextError(
+                f"an array of shape {list(x.shape)} lives on another mesh, on devices "
+                f"{sorted(d.id for d in sharding.device_set)}; this optimizer's mesh has devices "
+                f"{sorted(d.id for d in devices)}. Move it first: jax.device_put(x, "
+                f"NamedSharding(mesh, PartitionSpec()))."
+            )
+    wanted = [
+        getattr(x, "sharding", None) if unreduced_axes(x) else NamedSharding(mesh, s)
+        for x, s in zip(leaves, specs, strict=True)
+    ]
+    return list(jax.device_put(list(leaves), wanted))
+
+
+def resharded(x: Any, spec: PartitionSpec, context: Context) -> Any:
+    """An explicit-mode operand in the sharding that `shard_map` expects."""
+    if unreduced_axes(x) or not hasattr(x, "shape"):
+        return x
+    if spec_of(x) is None or spec_of(x) == spec:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(context.mesh, spec))  # type: ignore[arg-type]
+
+
+# -------------------------------------------------------------------------------- state, gradients
+
+
+def check_state(state: Any, context: Context) -> Layout:
+    """The state is one of ours, for this mesh, and stored as its layout says."""
+    layout = getattr(state, "layout", None)
+    if not isinstance(layout, Layout):
+        raise StateMismatchError(
+            f"state: found {type(state).__name__}, need the ShardedState that init of shard_updates "
+            f"returns. A plain optax state becomes one by tx.shard(state, params)."
+        )
+    have, need = layout.replicas, context.replicas
+    if (have.shard_axes, have.reduce_axes) != (need.shard_axes, need.reduce_axes) or (
+        dict(have.axis_sizes) != dict(need.axis_sizes)
+    ):
+        raise StateMismatchError(
+            f"state: belongs to another plan: {have.num_shards} shards over {have.shard_axes} of mesh "
+            f"{dict(have.axis_sizes)}; here it is {need.num_shards} over {need.shard_axes} of "
+            f"{dict(need.axis_sizes)}. Convert it: other.unshard(state), then tx.shard(plain, params)."
+        )
+    leaves, treedef = jax.tree.flatten(state.inner)
+    if treedef != layout.state_def:
+        raise StateMismatchError(
+            f"state.inner: found tree {treedef}, its layout says {layout.state_def}."
+        )
+    for leaf, x in zip(layout.state, leaves, strict=True):
+        check_stored(leaf, x, layout, context)
+    return layout
+
+
+def check_stored(leaf: Leaf, x: Any, layout: Layout, context: Context) -> None:
+    """A state array has the shape and dtype in which it is stored."""
+    replicas = layout.replicas
+    need = leaf.local_stored_shape(replicas) if context.manual else leaf.stored_shape(replicas)
+    if tuple(x.shape) != need:
+        where = "on each device" if context.manual else "as a global array"
+        hint = "Pass the state into shard_map with tx.state_specs(params)."
+        if not context.manual and tuple(x.shape[1:]) == leaf.local_stored_shape(replicas):
+            hint = "It looks stacked by pmap: convert it inside pmap, where it was made."
+        raise StateMismatchError(
+            f"state{leaf.path}: found shape {list(x.shape)}, need {list(need)} {where} (logical shape "
+            f"{list(leaf.shape)}). {hint}"
+        )
+    if x.dtype != leaf.dtype:
+        raise StateMismatchError(
+            f"state{leaf.path}: found dtype {x.dtype}, need {leaf.dtype}."
+        )
+
+
+def _tile_shape(leaf: Leaf, layout: Layout, context: Context) -> tuple[int, ...]:
+    return (
+        leaf.placement.tile_shape(leaf.shape, layout.replicas) if context.manual else leaf.shape
+    )
+
+
+def check_grads(
+    grads: Any, layout: Layout, context: Context, *, per_example: bool
+) -> list[Any]:
+    """Gradients have the tree, shapes and kinds of the weights."""
+    leaves = _flatten_like(grads, layout.params_def, "gradients")
+    for leaf, x in zip(layout.params, leaves, strict=True):
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise TypeError(f"gradients{leaf.path}: found {type(x).__name__}, need an array.")
+        if x.dtype == jax.dtypes.float0 or not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise TypeError(
+                f"gradients{leaf.path}: found dtype {x.dtype}, need a floating or complex one."
+            )
+        need, found = _tile_shape(leaf, layout, context), tuple(x.shape)
+        if per_example:
+            if found[1:] != need or len(found) != len(need) + 1:
+                raise StateMismatchError(
+                    f"gradients{leaf.path}: found shape {list(found)}, need one gradient per example, "
+                    f"[examples, *{list(need)}], as per_example=True says."
+                )
+            continue
+        if found != need:
+            hint = ""
+            if found[1:] == need and found and found[0] == layout.replicas.num_replicas:
+                hint = (
+                    " It has a leading dim of the number of replicas, as arrays for pmap have: call "
+                    "update inside pmap, or drop that dim."
+                )
+            raise StateMismatchError(
+                f"gradients{leaf.path}: found shape {list(found)}, need {list(need)}.{hint}"
+            )
+        if jnp.iscomplexobj(x) != jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise TypeError(
+                f"gradients{leaf.path}: found dtype {x.dtype} for a weight of {leaf.dtype}."
+            )
+    return leaves
+
+
+def check_same_params(params: Any, layout: Layout, context: Context) -> list[Any]:
+    """The weights are those that the state was made for."""
+    leaves = _flatten_like(params, layout.params_def, "params")
+    for leaf, x in zip(layout.params, leaves, strict=True):
+        aval = array_aval(x)
+        need = _tile_shape(leaf, layout, context)
+        if aval.shape != need or aval.dtype != leaf.dtype:
+            raise StateMismatchError(
+                f"params{leaf.path}: found {aval.dtype}{list(aval.shape)}, the state was made for "
+                f"{leaf.dtype}{list(need)}."
+            )
+    check_replicated(context, layout, leaves)
+    return leaves
+
+
+def _flatten_like(tree: Any, treedef: Any, name: str) -> list[Any]:
+    found = jax.tree.structure(tree)
+    if found == treedef:
+        return jax.tree.leaves(tree)
+    have = set(flatten_with_paths(tree)[0])
+    need = set(flatten_with_paths(treedef.unflatten([0] * treedef.num_leaves))[0])
+    missing, extra = sorted(need - have), sorted(have - need)
+    detail = f"missing {missing}, unexpected {extra}" if missing or extra else f"found {found}"
+    raise StateMismatchError(
+        f"{name}: their tree is not that of the parameters the state was made for: {detail}."
+    )
+
+
+def check_master_params(layout: Layout, params: Any) -> None:
+    """With master weights updates are made relative to the weights."""
+    if params is None and any(m is not None for m in layout.masters):
+        raise ValueError(
+            "params: with master_dtype, update needs the parameters: update(grads, state, params)."
+        )
+
+
+def arrivals(
+    grads: Sequence[Any], layout: Layout, context: Context, reduce: str | None
+) -> list[Arrival]:
+    """How each gradient arrives: still local, unreduced, or reduced."""
+    if not context.manual:
+        return [_global_arrival(leaf, g, layout) for leaf, g in zip(layout.params, grads, strict=True)]
+    if not context.checked:
+        return ["local" if reduce is not None else "reduced"] * len(grads)
+    axes = set(layout.replicas.reduce_axes)
+    out: list[Arrival] = []
+    for leaf, g in zip(layout.params, grads, strict=True):
+        varying = varying_axes(g) & axes
+        if varying and varying != axes:
+            raise ReplicationError(
+                f"gradients{leaf.path}: vary over {sorted(varying)} but not over "
+                f"{sorted(axes - varying)}: reduced over a part of axis={layout.replicas.reduce_axes}. "
+                f"Leave the whole reduction to shard_updates, or do all of it and pass reduce=None."
+            )
+        if varying and reduce is None:
+            raise ReplicationError(
+                f"gradients{leaf.path}: reduce=None says that they are already reduced, but they vary "
+                f"over {sorted(varying)}. Pass reduce='mean' or 'sum'."
+            )
+        out.append("local" if varying else "reduced")
+    return out
+
+
+def _global_arrival(leaf: Leaf, grad: Any, layout: Layout) -> Arrival:
+    axes = set(layout.replicas.reduce_axes)
+    open_axes = unreduced_axes(grad) & axes
+    if not open_axes:
+        return "reduced"
+    if open_axes != axes:
+        raise ReplicationError(
+            f"gradients{leaf.path}: unreduced over {sorted(open_axes)} but not over "
+            f"{sorted(axes - open_axes)}. Leave all of axis={layout.replicas.reduce_axes} unreduced, "
+            f"or none."
+        )
+    return "unreduced"
+
+
+def grad_spec(logical: PartitionSpec, arrival: Arrival, options: Options) -> PartitionSpec:
+    """How a gradient enters `shard_map`."""
+    if options.per_example:
+        return PartitionSpec(options.reduce_axes, *logical)
+    if arrival == "unreduced":
+        return PartitionSpec(*logical, unreduced=frozenset(options.reduce_axes))
+    return logical
+
+
+def check_extra(extra: Mapping[str, Any], context: Context) -> None:
+    """Extra arguments are equal on all replicas, as far as types tell."""
+    for name, value in extra.items():
+        for x in jax.tree.leaves(value):
+            if not hasattr(x, "shape"):
+                continue
+            if context.checked and varying_axes(x) & set(context.replicas.reduce_axes):
+                raise ReplicationError(
+                    f"{name}=: it differs between replicas (it varies over "
+                    f"{sorted(varying_axes(x))}). Reduce it first, as by jax.lax.pmean."
+                )
+            if not context.manual and unreduced_axes(x):
+                raise ReplicationError(f"{name}=: it is unreduced. Reduce it first.")
+
+
+# ------------------------------------------------------------------------------------- conversions
+
+
+def check_inner(inner: Any, layout: Layout, context: Context) -> list[Any]:
+    """A plain state has the tree and logical shapes of the wrapped optimizer's."""
+    if isinstance(getattr(inner, "layout", None), Layout):
+        raise StateMismatchError(
+            "shard: the state is sharded already; it takes the wrapped optimizer's own state, as "
+            "unshard returns it."
+        )
+    leaves = _flatten_like(inner, layout.state_def, "state")
+    for leaf, x in zip(layout.state, leaves, strict=True):
+        aval = array_aval(x)
+        need = _tile_shape(leaf, layout, context)
+        if aval.shape != need:
+            raise StateMismatchError(
+                f"state{leaf.path}: found shape {list(aval.shape)}, need {list(need)}."
+            )
+        if aval.dtype != leaf.dtype:
+            raise StateMismatchError(
+                f"state{leaf.path}: found dtype {aval.dtype}, need {leaf.dtype}."
+            )
+    return leaves
+
+
+def check_masters(master: Any, layout: Layout, params: Sequence[Any]) -> list[Any]:
+    """Master weights for those weights that have them; made from the weights if not given."""
+    if not any(m is not None for m in layout.masters):
+        if master is not None and jax.tree.leaves(master):
+            raise ValueError("master: given, but no weight has a master (see master_dtype).")
+        return []
+    if master is None:
+        return [p for p, m in zip(params, layout.masters, strict=True) if m is not None]
+    leaves = jax.tree.leaves(master)
+    kept = tuple(layout.master_leaves())
+    if len(leaves) != len(kept):
+        raise StateMismatchError(f"master: found {len(leaves)} arrays, need {len(kept)}.")
+    for leaf, x in zip(kept, leaves, strict=True):
+        if tuple(x.shape) != leaf.shape:
+            raise StateMismatchError(
+                f"master{leaf.path}: found shape {list(x.shape)}, need {list(leaf.shape)}."
+            )
+    return leaves

@@ -1,0 +1,240 @@
+"""Reduce-scatter, all-gather, all-reduce and all-to-all over the replica axes, in buckets.
+
+Every function runs on one device, where the mesh axes are bound. Scattering runs axis by axis in
+the order in which they are named, and gathering in reverse, so that shard `i` is that of
+`PartitionSpec((axes))`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from wusharding.analysis.placement import Placement, Replicas
+from wusharding.analysis.rules.base import Reduction
+from wusharding.formats import Format
+from wusharding.formats.buckets import Bucket, fill_buckets
+
+
+@dataclasses.dataclass(frozen=True)
+class Collectives:
+    """The collectives of one update.
+
+    Args:
+      replicas: the mesh axes.
+      bucket_bytes: small arrays travel together in buffers of this many bytes per device.
+    """
+
+    replicas: Replicas
+    bucket_bytes: int
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.replicas.shard_axes
+
+    def shard_index(self) -> jax.Array:
+        """This device's shard, `i32[]`."""
+        return lax.axis_index(self.axes)
+
+    # ------------------------------------------------------------------- one leaf, no communication
+
+    def take_shard(self, x: jax.Array, before: Placement, after: Placement) -> jax.Array:
+        """The piece that `after` gives this device, of a value that it holds as `before` says."""
+        for d, (have, want) in enumerate(zip(before.tiles, after.tiles, strict=True)):
+            if have != want:
+                n = x.shape[d] // self.replicas.size(want)
+                x = lax.dynamic_slice_in_dim(x, lax.axis_index(want) * n, n, d)
+        if after.span is None:
+            return x
+        fmt = Format(x.shape, after.span.lo, after.span.hi, self.replicas.num_shards, after.span.chunk)
+        return fmt.shard_of(x, self.shard_index())
+
+    # --------------------------------------------------------------------------------- collectives
+
+    def reduce_scatter(self, xs: Sequence[jax.Array], formats: Sequence[Format]) -> list[jax.Array]:
+        """Sums each `x: [*shape]` over the shard axes; returns shards in `local_shape`."""
+
+        def alone(x: jax.Array, fmt: Format) -> jax.Array:
+            return self._scatter(_plain(fmt).pack(x), fmt.lo)
+
+        def packed(x: jax.Array, fmt: Format) -> jax.Array:
+            return by_shard(_plain(fmt).pack(x), fmt)
+
+        return self._bucketed(xs, formats, alone, packed, lambda b: self._scatter(b, 0)[0], False)
+
+    def all_gather(self, shards: Sequence[jax.Array], formats: Sequence[Format]) -> list[jax.Array]:
+        """Whole arrays `[*shape]` from shards in `local_shape`, equal on every device."""
+
+        def alone(x: jax.Array, fmt: Format) -> jax.Array:
+            return _plain(fmt).unpack(self._gather(x, fmt.lo))
+
+        def packed(x: jax.Array, fmt: Format) -> jax.Array:
+            return x.reshape(1, -1)
+
+        return self._bucketed(shards, formats, alone, packed, lambda b: self._gather(b, 0), True)
+
+    def all_reduce(
+        self, xs: Sequence[jax.Array], reduction: Reduction, axes: tuple[str, ...]
+    ) -> list[jax.Array]:
+        """Combines each `x` over `axes`, small ones together."""
+        reduce = _ALL_REDUCE[reduction]
+        out: list[Any] = [None] * len(xs)
+        for group in _by_dtype(xs):
+            elems = [xs[i].size for i in group]
+            capacity = max(self.bucket_bytes // xs[group[0]].dtype.itemsize, 1)
+            pieces: dict[int, list[jax.Array]] = {}
+            for bucket in fill_buckets(elems, capacity):
+                if len(bucket) == 1 and bucket[0].stop - bucket[0].start == elems[bucket[0].index]:
+                    i = group[bucket[0].index]
+                    out[i] = reduce(xs[i], axes)
+                    continue
+                flat = [xs[group[p.index]].reshape(-1)[p.start : p.stop] for p in bucket]
+                done = reduce(_concatenate(flat), axes)
+                _deal(bucket, done, pieces)
+            for k, parts in pieces.items():
+                out[group[k]] = _concatenate(parts).reshape(xs[group[k]].shape)
+            for k in group:
+                if out[k] is None:
+                    out[k] = xs[k]  # no elements
+        return out
+
+    def exchange(self, x: jax.Array) -> jax.Array:
+        """All-to-all of `x: [num_shards, ...]`: row `r` goes to device `r`, row `s` comes from `s`."""
+        return lax.all_to_all(x, self.axes, 0, 0, tiled=True)
+
+    # ----------------------------------------------------------------------------------- internals
+
+    def _scatter(self, x: jax.Array, dim: int) -> jax.Array:
+        for axis in self.axes:
+            x = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+        return x
+
+    def _gather(self, x: jax.Array, dim: int) -> jax.Array:
+        for axis in reversed(self.axes):
+            x = lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying")
+        return x
+
+    def _bucketed(
+        self,
+        xs: Sequence[jax.Array],
+        formats: Sequence[Format],
+        alone: Callable[[jax.Array, Format], jax.Array],
+        packed: Callable[[jax.Array, Format], jax.Array],
+        collective: Callable[[jax.Array], jax.Array],
+        gathers: bool,
+    ) -> list[jax.Array]:
+        """Large leaves go through `alone`; the rest as rows of `[num_shards or 1, elems]` buffers."""
+        out: list[Any] = [None] * len(xs)
+        for group in _by_dtype(xs):
+            elems = [formats[i].shard_elems for i in group]
+            for k, i in enumerate(group):
+                if elems[k] == 0:
+                    out[i] = self._empty(xs[i], formats[i], gathers)
+            rows = self.replicas.num_shards * xs[group[0]].dtype.itemsize
+            rest = [k for k, n in enumerate(elems) if n]
+            buckets = fill_buckets([elems[k] for k in rest], self.bucket_bytes // rows)
+            buffers = {}
+            pieces: dict[int, list[jax.Array]] = {}
+            for bucket in buckets:
+                whole = bucket[0].stop - bucket[0].start == elems[rest[bucket[0].index]]
+                if len(bucket) == 1 and whole:
+                    i = group[rest[bucket[0].index]]
+                    out[i] = alone(xs[i], formats[i])
+                    continue
+                columns = []
+                for p in bucket:
+                    i = group[rest[p.index]]
+                    if i not in buffers:
+                        buffers[i] = packed(xs[i], formats[i])
+                    columns.append(buffers[i][:, p.start : p.stop])
+                done = collective(_concatenate(columns, 1))
+                _deal(bucket, done, pieces)
+            for k, parts in pieces.items():
+                i = group[rest[k]]
+                joined = _concatenate(parts, parts[0].ndim - 1)
+                out[i] = (
+                    _plain(formats[i]).unpack(from_shards(joined, formats[i]))
+                    if gathers
+                    else joined.reshape(formats[i].local_shape)
+                )
+        return out
+
+    def _empty(self, x: jax.Array, fmt: Format, gathers: bool) -> jax.Array:
+        return jnp.zeros(fmt.shape if gathers else fmt.local_shape, x.dtype)
+
+
+def _prod(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return jnp.prod(lax.all_gather(x, axes, to="invarying"), axis=0)
+
+
+def _xor(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    parts = lax.all_gather(x, axes, to="invarying")
+    return lax.reduce(parts, jnp.zeros((), x.dtype), lax.bitwise_xor, (0,))
+
+
+def _and(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    if x.dtype != jnp.bool_:
+        parts = lax.all_gather(x, axes, to="invarying")
+        return lax.reduce(parts, jnp.full((), -1, x.dtype), lax.bitwise_and, (0,))
+    return lax.pmin(x.astype(jnp.int32), axes).astype(jnp.bool_)
+
+
+def _or(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    if x.dtype != jnp.bool_:
+        parts = lax.all_gather(x, axes, to="invarying")
+        return lax.reduce(parts, jnp.zeros((), x.dtype), lax.bitwise_or, (0,))
+    return lax.pmax(x.astype(jnp.int32), axes).astype(jnp.bool_)
+
+
+_ALL_REDUCE: dict[Reduction, Callable[[jax.Array, tuple[str, ...]], jax.Array]] = {
+    "sum": lax.psum,
+    "max": lax.pmax,
+    "min": lax.pmin,
+    "prod": _prod,
+    "and": _and,
+    "or": _or,
+    "xor": _xor,
+}
+
+
+def _plain(fmt: Format) -> Format:
+    """The same format stored in its computing shape."""
+    return dataclasses.replace(fmt, lanes=None)
+
+
+def by_shard(padded: jax.Array, fmt: Format) -> jax.Array:
+    """`[num_shards, shard_elems]` from the padded array."""
+    lo = fmt.lo
+    split = padded.reshape(*padded.shape[:lo], fmt.num_shards, fmt.chunk_elems, *padded.shape[lo + 1 :])
+    return jnp.moveaxis(split, lo, 0).reshape(fmt.num_shards, -1)
+
+
+def from_shards(rows: jax.Array, fmt: Format) -> jax.Array:
+    """The padded array from `[num_shards, shard_elems]`."""
+    split = rows.reshape(fmt.num_shards, *fmt.local_shape)
+    return jnp.moveaxis(split, 0, fmt.lo).reshape(_plain(fmt).padded_shape)
+
+
+def _by_dtype(xs: Sequence[jax.Array]) -> list[list[int]]:
+    groups: dict[Any, list[int]] = {}
+    for i, x in enumerate(xs):
+        groups.setdefault(x.dtype, []).append(i)
+    return list(groups.values())
+
+
+def _deal(bucket: Bucket, done: jax.Array, pieces: dict[int, list[jax.Array]]) -> None:
+    """Cuts a finished buffer into the pieces that its bucket lists."""
+    at = 0
+    for p in bucket:
+        n = p.stop - p.start
+        pieces.setdefault(p.index, []).append(lax.slice_in_dim(done, at, at + n, axis=done.ndim - 1))
+        at += n
+
+
+def _concatenate(xs: Sequence[jax.Array], axis: int = 0) -> jax.Array:
+    return xs[0] if len(xs) == 1 else jnp.concatenate(xs, axis)

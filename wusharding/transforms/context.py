@@ -1,0 +1,153 @@
+"""Where a call comes from: inside `shard_map` or `pmap`, or a global view under `jit` or eager.
+
+Also reads what JAX's types tell of a value: its sharding, and which axes its sum still lacks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from wusharding.analysis.choose import TARGETS, Target
+from wusharding.analysis.placement import Replicas, Tiles
+from wusharding.errors import ContextError
+from wusharding.jaxprs import bound_axis_size, checks_varying
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """One call's surroundings.
+
+    Args:
+      manual: the replica axes are bound (`shard_map`, `pmap`): arrays are local.
+      checked: JAX checks which values vary (`check_vma=True`); only when manual.
+      replicas: mesh axes and their sizes.
+      mesh: the mesh to open a `shard_map` over; None when manual.
+    """
+
+    manual: bool
+    checked: bool
+    replicas: Replicas
+    mesh: Mesh | AbstractMesh | None
+
+    @property
+    def explicit(self) -> bool:
+        """The replica axes are explicit: types carry shardings."""
+        if self.mesh is None:
+            return False
+        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        return types[self.replicas.reduce_axes[0]] == AxisType.Explicit
+
+
+def find_context(
+    mesh: Mesh | None, reduce_axes: tuple[str, ...], shard_axes: tuple[str, ...]
+) -> Context:
+    """The context of this call.
+
+    Raises:
+      ContextError: no mesh is known, or it lacks an axis.
+    """
+    bound = {a: bound_axis_size(a) for a in reduce_axes}
+    if all(bound.values()):
+        sizes = _manual_sizes(bound)
+        return Context(True, checks_varying(shard_axes[0]), Replicas(sizes, reduce_axes, shard_axes), None)
+    if any(bound.values()):
+        free = [a for a, n in bound.items() if not n]
+        raise ContextError(
+            f"axis={reduce_axes}: called where {free} are not bound but the others are. Make the "
+            f"shard_map manual over all of them."
+        )
+    found = current_mesh(mesh)
+    if found is None:
+        raise ContextError(
+            f"no mesh: found neither mesh= nor an ambient mesh, nor is axis {reduce_axes} bound here. "
+            f"Pass shard_updates(..., mesh=mesh), or call inside `with jax.set_mesh(mesh)`, "
+            f"`shard_map` or `pmap`."
+        )
+    check_axes(found, reduce_axes)
+    sizes = tuple((str(n), s) for n, s in found.shape.items())
+    return Context(False, False, Replicas(sizes, reduce_axes, shard_axes), found)
+
+
+def _manual_sizes(bound: dict[str, int | None]) -> tuple[tuple[str, int], ...]:
+    ambient = jax.sharding.get_abstract_mesh()
+    sizes = {str(n): s for n, s in ambient.shape.items()} if not ambient.empty else {}
+    return tuple({**{a: n or 0 for a, n in bound.items()}, **sizes}.items())
+
+
+def current_mesh(mesh: Mesh | None) -> Mesh | AbstractMesh | None:
+    """The ambient mesh if it has the axes of `mesh`, else `mesh`."""
+    ambient = jax.sharding.get_abstract_mesh()
+    if mesh is None:
+        return None if ambient.empty else ambient
+    if not ambient.empty and ambient == mesh.abstract_mesh:
+        return ambient
+    return mesh
+
+
+def check_axes(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> None:
+    """Every axis is an axis of the mesh."""
+    missing = [a for a in axes if a not in mesh.axis_names]
+    if missing:
+        raise ContextError(
+            f"axis={axes}: the mesh has no axis {missing}; its axes are {tuple(mesh.axis_names)}."
+        )
+
+
+def platform_of(mesh: Mesh | AbstractMesh | None) -> Target:
+    """The platform that formats are chosen for: the mesh's devices, else the default backend."""
+    if isinstance(mesh, Mesh):
+        name = mesh.devices.flat[0].platform
+    else:
+        name = jax.default_backend()
+    name = {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
+    return next((t for t in TARGETS if t == name), "cpu")
+
+
+# -------------------------------------------------------------------------------- types of a value
+
+
+def spec_of(x: Any) -> PartitionSpec | None:
+    """The spec of a value's sharding, where its type or its array tells; None where not."""
+    sharding = getattr(jax.typeof(x), "sharding", None) if is_tracer(x) else getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    if is_tracer(x) and not _has_explicit(sharding.mesh):
+        return None
+    return sharding.spec
+
+
+def _has_explicit(mesh: Mesh | AbstractMesh) -> bool:
+    return not mesh.empty and AxisType.Explicit in mesh.axis_types
+
+
+def is_tracer(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
+
+
+def tiles_of_spec(spec: PartitionSpec | None, ndim: int) -> Tiles:
+    """The mesh axes that split each dim."""
+    entries = tuple(spec) if spec is not None else ()
+    entries += (None,) * (ndim - len(entries))
+    return tuple(
+        () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries[:ndim]
+    )
+
+
+def unreduced_axes(x: Any) -> frozenset[str]:
+    """Mesh axes over which an explicit value is a sum still to be made."""
+    spec = spec_of(x)
+    return frozenset(getattr(spec, "unreduced", ())) if spec is not None else frozenset()
+
+
+def first_array_mesh(xs: Sequence[Any]) -> Mesh | None:
+    """The mesh of the first committed array."""
+    for x in xs:
+        sharding = getattr(x, "sharding", None)
+        if not is_tracer(x) and isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            return sharding.mesh
+    return None

@@ -1,0 +1,312 @@
+"""Carries out a `Schedule` on one device: evaluates a program on pieces.
+
+Runs where the mesh axes are bound: in `shard_map`, with replication checking on or off, and `pmap`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from wusharding.analysis.placement import Placement, Replicas
+from wusharding.analysis.rules import RULES
+from wusharding.analysis.rules.base import Reduction
+from wusharding.analysis.schedule import (
+    Communicate,
+    Compute,
+    Control,
+    Job,
+    Mask,
+    Move,
+    OwnedStage,
+    Schedule,
+)
+from wusharding.formats import Format
+from wusharding.jaxprs import (
+    Aval,
+    Op,
+    Program,
+    align_varying,
+    as_varying,
+)
+from wusharding.transforms.collectives import Collectives
+from wusharding.transforms.parcels import Parcels
+
+Body = Callable[..., list[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Interpreter:
+    """Runs schedules.
+
+    Args:
+      collectives: over the replica axes of this device.
+      checked: whether JAX checks which values vary (`check_vma=True`).
+    """
+
+    collectives: Collectives
+    checked: bool
+
+    @property
+    def replicas(self) -> Replicas:
+        return self.collectives.replicas
+
+    def run(self, schedule: Schedule, args: Sequence[Any]) -> list[Any]:
+        """Outputs of the schedule, each in the placement that it states."""
+        env: dict[int, Any] = dict(schedule.program.consts)
+        env.update(zip(schedule.program.inputs, args, strict=True))
+        for step in schedule.steps:
+            match step:
+                case Compute():
+                    self._compute(step, env)
+                case Move():
+                    env[step.dest] = self.collectives.take_shard(
+                        jnp.asarray(env[step.source]), step.before, step.after
+                    )
+                case Communicate():
+                    self._communicate(step, env)
+                case OwnedStage():
+                    self._owned(step, env)
+                case Control():
+                    self._control(step, env)
+        return [env[v] for v, _ in schedule.outputs]
+
+    def _control(self, step: Control, env: dict[int, Any]) -> None:
+        args = [self._typed(env[v], p) for v, p in zip(step.ins, step.placements, strict=True)]
+        outs = reenter(step.op, args, [self._body(s) for s in step.bodies])
+        env.update(zip(step.outs, outs, strict=True))
+
+    def _body(self, schedule: Schedule) -> Body:
+        """A control-flow body: what leaves it split varies, whichever branch it came from."""
+
+        def body(*args: Any) -> list[Any]:
+            outs = self.run(schedule, args)
+            return [
+                self._typed(x, p) for x, (_, p) in zip(outs, schedule.outputs, strict=True)
+            ]
+
+        return body
+
+    def _typed(self, x: Any, placement: Placement) -> Any:
+        x = jnp.asarray(x)
+        if not self.checked:
+            return x
+        axes = frozenset(placement.tile_axes)
+        if placement.span is not None:
+            axes |= frozenset(self.replicas.shard_axes)
+        return as_varying(x, axes)
+
+    # ------------------------------------------------------------------------------ local computing
+
+    def _compute(self, step: Compute, env: dict[int, Any]) -> None:
+        args = [env[v] for v in step.ins]
+        for mask in step.masks:
+            args[mask.operand] = self._filled(args[mask.operand], mask)
+        params = step.op.params
+        if step.view is not None:
+            rule = RULES[step.op.name]
+            assert rule.localize is not None
+            params = rule.localize(step.op, step.view)
+            if rule.reshape is not None:
+                shapes = rule.reshape(step.op, step.view)
+                args = [a if s is None else lax.reshape(a, s) for a, s in zip(args, shapes, strict=True)]
+        env.update(zip(step.outs, evaluate(step.op, params, args), strict=True))
+
+    def _filled(self, x: jax.Array, mask: Mask) -> jax.Array:
+        """Padding replaced by what changes nothing in the reduction, whatever it held."""
+        start = self.collectives.shard_index() * mask.chunk
+        index = start + lax.broadcasted_iota(jnp.int32, x.shape, mask.dim)
+        return jnp.where(index < mask.valid, x, neutral(mask.reduction, x.dtype))
+
+    # ------------------------------------------------------------------------------- communication
+
+    def _communicate(self, step: Communicate, env: dict[int, Any]) -> None:
+        gathers, scatters = list[Move](), list[Move]()
+        sums: dict[tuple[Reduction, tuple[str, ...]], list[Move]] = {}
+        for move in step.moves:
+            if move.kind == "gather":
+                gathers.append(move)
+            elif move.after.span is not None:
+                scatters.append(move)
+            else:
+                assert move.reduction is not None
+                sums.setdefault((move.reduction, move.axes), []).append(move)
+        for (reduction, axes), moves in sums.items():
+            xs = [jnp.asarray(env[m.source]) for m in moves]
+            done = self.collectives.all_reduce(xs, reduction, axes)
+            env.update(zip((m.dest for m in moves), done, strict=True))
+        self._scatter_sums(scatters, env)
+        self._gather(gathers, env)
+
+    def _scatter_sums(self, moves: list[Move], env: dict[int, Any]) -> None:
+        """Partial sums that are wanted split: reduce-scatter, then the axes that it left out."""
+        if not moves:
+            return
+        formats = [self._format(m.aval, m.after) for m in moves]
+        done = self.collectives.reduce_scatter([env[m.source] for m in moves], formats)
+        for move, x in zip(moves, done, strict=True):
+            rest = tuple(a for a in move.axes if a not in self.replicas.shard_axes)
+            env[move.dest] = lax.psum(x, rest) if rest else x
+
+    def _gather(self, moves: list[Move], env: dict[int, Any]) -> None:
+        split = [m for m in moves if m.before.span is not None]
+        formats = [self._format(m.aval, m.before) for m in split]
+        done = self.collectives.all_gather([env[m.source] for m in split], formats)
+        wholes = dict(zip((m.dest for m in split), done, strict=True))
+        for move in moves:
+            x = wholes.get(move.dest, env.get(move.source))
+            for d, (have, want) in enumerate(
+                zip(move.before.tiles, move.after.tiles, strict=True)
+            ):
+                for axis in reversed(have) if have != want else ():
+                    x = lax.all_gather(x, axis, axis=d, tiled=True, to="invarying")
+            env[move.dest] = x
+
+    def _format(self, aval: Aval, placement: Placement) -> Format:
+        fmt = placement.format(aval.shape, self.replicas)
+        assert fmt is not None
+        return fmt
+
+    # ---------------------------------------------------------------------------------- owned work
+
+    def _owned(self, stage: OwnedStage, env: dict[int, Any]) -> None:
+        """All-to-all to the owners, each job on its owner only, all-to-all back."""
+        jobs: dict[int, list[Job]] = {}
+        for job in stage.jobs:
+            jobs.setdefault(job.owner, []).append(job)
+        there = Parcels.of({o: [e for j in js for e in j.entries] for o, js in jobs.items()}, self.replicas)
+        back = Parcels.of({o: [e for j in js for e in j.exits] for o, js in jobs.items()}, self.replicas)
+        shards = {e.source: env[e.source] for e in there.items()}
+        received = self._exchanged(there.by_owner(shards))
+
+        def idle(received: dict[Any, jax.Array]) -> dict[Any, jax.Array]:
+            return self._varying(back.empty())
+
+        def work(owner: int) -> Callable[..., dict[Any, jax.Array]]:
+            def run(received: dict[Any, jax.Array]) -> dict[Any, jax.Array]:
+                local = env | there.open(owner, received)
+                for job in jobs[owner]:
+                    for step in job.steps:
+                        args = [local[v] for v in step.ins]
+                        outs = evaluate(step.op, step.op.params, args)
+                        local.update(zip(step.outs, outs, strict=True))
+                return self._varying(back.by_shard(owner, local))
+
+            return run
+
+        owners = sorted(jobs)
+        branch = jnp.zeros((), jnp.int32)
+        for k, owner in enumerate(owners):
+            branch = jnp.where(self.collectives.shard_index() == owner, k + 1, branch)
+        done = lax.switch(branch, [idle, *(work(o) for o in owners)], self._varying(received))
+        for item, x in back.cut(self._exchanged(done)):
+            env[item.dest] = x if item.placement.span else self._agreed(x)
+
+    def _exchanged(self, buffers: dict[Any, jax.Array]) -> dict[Any, jax.Array]:
+        return {key: self.collectives.exchange(x) for key, x in buffers.items()}
+
+    def _agreed(self, x: jax.Array) -> jax.Array:
+        """A value that is equal on every replica, for JAX's types too."""
+        if not self.checked:
+            return x
+        first = self.collectives.shard_index() == 0
+        number = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+        axes = self.replicas.shard_axes
+        return lax.psum(jnp.where(first, number, jnp.zeros_like(number)), axes).astype(x.dtype)
+
+    def _varying(self, tree: Any) -> Any:
+        if not self.checked:
+            return tree
+        axes = frozenset(self.replicas.shard_axes)
+        return jax.tree.map(lambda x: as_varying(x, axes), tree)
+
+
+def neutral(reduction: Reduction, dtype: Any) -> jax.Array:
+    """The element that changes nothing: 0 for a sum, the lowest value for a maximum."""
+    if reduction in ("sum", "or", "xor"):
+        return jnp.zeros((), dtype)
+    if reduction == "prod":
+        return jnp.ones((), dtype)
+    if reduction == "and":
+        return jnp.array(-1).astype(dtype) if dtype != jnp.bool_ else jnp.array(True)
+    if dtype == jnp.bool_:
+        return jnp.array(reduction == "min")
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        return jnp.array(info.min if reduction == "max" else info.max, dtype)
+    return jnp.array(-jnp.inf if reduction == "max" else jnp.inf, dtype)
+
+
+# --------------------------------------------------------------------- evaluating whole operations
+
+
+def evaluate(op: Op, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
+    """One operation on the values given: what they hold is up to the caller."""
+    if op.subs:
+        aligned = align_varying([jnp.asarray(a) for a in args])
+        return reenter(op, aligned, [_whole_body(sub) for sub in op.subs])
+    out = op.primitive.bind(*align_varying(args), **params)
+    return list(out) if op.primitive.multiple_results else [out]
+
+
+def evaluate_program(program: Program, args: Sequence[Any]) -> list[Any]:
+    """A program on whole values."""
+    env: dict[int, Any] = dict(program.consts)
+    env.update(zip(program.inputs, args, strict=True))
+    for op in program.ops:
+        outs = evaluate(op, op.params, [env[v] for v in op.ins])
+        env.update(zip(op.outs, outs, strict=True))
+    return [env[v] for v in program.outputs]
+
+
+def _whole_body(program: Program) -> Body:
+    """A body on whole values; if one varies, all do, so that carries and branches agree."""
+
+    def body(*args: Any) -> list[Any]:
+        outs = [jnp.asarray(x) for x in evaluate_program(program, args)]
+        return align_varying(outs)
+
+    return body
+
+
+def reenter(op: Op, args: Sequence[Any], bodies: Sequence[Body]) -> list[Any]:
+    """Runs a control-flow operation with other bodies in the place of its own."""
+    args = [jnp.asarray(a) for a in args]
+    match op.name:
+        case "cond":
+            index, *operands = args
+            return lax.switch(index.astype(jnp.int32), bodies, *operands)
+        case "scan":
+            return _reenter_scan(op, args, bodies[0])
+        case "while":
+            return _reenter_while(op, args, bodies)
+        case _:
+            raise AssertionError(f"{op.name} is no control-flow operation")
+
+
+def _reenter_scan(op: Op, args: list[Any], body: Body) -> list[Any]:
+    n_const, n_carry = op.params["num_consts"], op.params["num_carry"]
+    consts, carry, xs = args[:n_const], args[n_const : n_const + n_carry], args[n_const + n_carry :]
+
+    def turn(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = body(*consts, *carry, *x)
+        return outs[:n_carry], outs[n_carry:]
+
+    names = ("length", "reverse", "unroll")
+    last, ys = lax.scan(turn, carry, xs, **{name: op.params[name] for name in names})
+    return [*last, *ys]
+
+
+def _reenter_while(op: Op, args: list[Any], bodies: Sequence[Body]) -> list[Any]:
+    c, b = op.params["cond_nconsts"], op.params["body_nconsts"]
+    for_cond, for_body, carry = args[:c], args[c : c + b], args[c + b :]
+    return lax.while_loop(
+        lambda carry: bodies[0](*for_cond, *carry)[0],
+        lambda carry: bodies[1](*for_body, *carry),
+        carry,
+    )

@@ -1,0 +1,569 @@
+"""`shard_updates`: an optax optimizer whose update and state are sharded over the data replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from wusharding.analysis.choose import FormatChoice, Target
+from wusharding.analysis.layout import Layout, Leaf
+from wusharding.analysis.plan import Plan
+from wusharding.analysis.schedule import Schedule
+from wusharding.errors import ContextError
+from wusharding.jaxprs import Aval, array_aval
+from wusharding.transforms import checks
+from wusharding.transforms.context import (
+    Context,
+    current_mesh,
+    find_context,
+    is_tracer,
+    platform_of,
+    spec_of,
+    tiles_of_spec,
+)
+from wusharding.transforms.programs import (
+    Options,
+    ParamInfo,
+    Programs,
+    flatten_with_paths,
+    split_extra,
+)
+from wusharding.transforms.runner import Runner
+
+PyTree = Any
+_NO_SPEC = PartitionSpec()
+
+
+class ShardedState(NamedTuple):
+    """State of a sharded optimizer.
+
+    Attributes:
+      inner: the wrapped optimizer's state, same tree, each array as one device (or, outside of
+        manual mode, all devices together) stores it: padded and possibly of another rank. Its
+        logical shapes come back with `unshard`.
+      master: master weights in the tree of the parameters (None where a weight has none), or `()`.
+      layout: how all of it is stored; static.
+    """
+
+    inner: PyTree
+    master: PyTree
+    layout: Layout
+
+
+def shard_updates(
+    optimizer: optax.GradientTransformation,
+    *,
+    mesh: Mesh | None = None,
+    axis: str | Sequence[str] = "data",
+    shard_axis: str | Sequence[str] | None = None,
+    reduce: Literal["mean", "sum"] | None = "mean",
+    formats: FormatChoice = "auto",
+    min_shard_elems: int = 2,
+    bucket_bytes: int = 4 * 2**20,
+    gather_dtype: Any = None,
+    master_dtype: Any = None,
+    param_specs: PyTree = None,
+    per_example: bool = False,
+    extra_args: Mapping[str, Any] | None = None,
+    target: Target | None = None,
+) -> ShardedOptimizer:
+    """Shards an optimizer's update and its state over the data-parallel replicas.
+
+    Each replica updates 1/N of every weight with 1/N of the state, and the new weights (or the
+    updates) are gathered. The numbers are those of `optimizer` on one device with the whole
+    gradient: norms, factored statistics and matrix operations are those of whole tensors.
+
+    Args:
+      optimizer: any optax gradient transformation. Wrap the outermost one: clipping, accumulation
+        and masks inside of it are then right on shards.
+      mesh: the mesh for calls outside of `shard_map` and `pmap`; None takes the ambient one.
+      axis: the mesh axis (or axes) over which replicas hold the same weights. With several,
+        reduce-scatter runs axis by axis in this order, and gather in reverse.
+      shard_axis: the part of `axis` to shard over; the shards are all-reduced over the rest. None
+        shards over all of it.
+      reduce: how gradients that still vary over `axis` inside `shard_map` or `pmap` combine; None
+        declares that they are already reduced. `unreduced` gradients of explicit meshes are always
+        summed, and with `check_vma=True` the type tells whether a gradient is still to be reduced.
+      formats: "auto" chooses for each leaf by cost among splitting one dim ("dim"), merged leading
+        dims ("merged") and all dims merged ("flat"); the other values allow one kind only.
+      min_shard_elems: weights and state arrays with fewer elements stay replicated.
+      bucket_bytes: smaller arrays travel together in buffers of about this many bytes.
+      gather_dtype: dtype in which weights (`apply`) or updates (`update`) are gathered.
+      master_dtype: keep sharded master weights of this dtype in the state for weights of another.
+      param_specs: tree of `PartitionSpec` of the weights, for model parallelism where it cannot be
+        seen: in `shard_map`, and in `jit` on an auto mesh before any eager `init`.
+      per_example: gradients carry a leading dim of examples, split over `axis`, and the optimizer
+        reduces them itself (`optax.contrib.differentially_private_aggregate`).
+      extra_args: examples of the extra arguments that `optimizer.update` needs, where they are not
+        those of optax's own optimizers.
+      target: "cpu", "gpu" or "tpu", what formats are chosen for; None takes the mesh's devices'.
+
+    Returns:
+      A `ShardedOptimizer`, itself an `optax.GradientTransformationExtraArgs`.
+
+    Raises:
+      TypeError, ValueError: an argument is not what it should be.
+
+    Source: Xu et al. 2020 (arXiv 2004.13336).
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> mesh = jax.make_mesh((8,), ("data",))
+    >>> tx = shard_updates(optax.adam(1e-3), mesh=mesh)
+    >>> params = {"w": jnp.ones((17, 16))}
+    >>> state = tx.init(params)
+    >>> state.inner[0].mu["w"].addressable_shards[0].data.size  # of 272
+    34
+    """
+    checks.check_optimizer(optimizer)
+    reduce_axes = checks.axis_tuple("axis", axis)
+    shard_axes = reduce_axes if shard_axis is None else checks.axis_tuple("shard_axis", shard_axis)
+    options = Options(
+        reduce_axes=reduce_axes,
+        shard_axes=checks.check_subset(shard_axes, reduce_axes),
+        reduce=checks.check_choice("reduce", reduce, ("mean", "sum", None)),
+        formats=checks.check_choice("formats", formats, checks.FORMAT_CHOICES),
+        min_shard_elems=checks.check_count("min_shard_elems", min_shard_elems, 0),
+        bucket_bytes=checks.check_count("bucket_bytes", bucket_bytes, 1),
+        gather_dtype=checks.check_float_dtype("gather_dtype", gather_dtype),
+        master_dtype=checks.check_float_dtype("master_dtype", master_dtype),
+        per_example=bool(per_example),
+        target=checks.check_choice("target", target, (*checks.TARGETS, None)),
+        extra_args=extra_args,
+    )
+    checks.check_mesh(mesh, reduce_axes)
+    return ShardedOptimizer._create(_Core(optimizer, options, mesh, param_specs))
+
+
+class ShardedOptimizer(optax.GradientTransformationExtraArgs):
+    """An optax optimizer with sharded updates; see `shard_updates`."""
+
+    _core: _Core
+
+    @classmethod
+    def _create(cls, core: _Core) -> ShardedOptimizer:
+        self = cls(core.init, core.update)
+        self._core = core
+        return self
+
+    def apply(
+        self, grads: PyTree, state: ShardedState, params: PyTree, **extra_args: Any
+    ) -> tuple[PyTree, ShardedState]:
+        """`update` and `optax.apply_updates` in one, gathering new weights instead of updates.
+
+        Args:
+          grads: gradients, as for `update`.
+          state: from `init`, `update` or `apply`.
+          params: the weights.
+          **extra_args: passed to the wrapped optimizer.
+
+        Returns:
+          New weights, in the sharding that `params` came in, and new state.
+        """
+        return self._core.run(grads, state, params, extra_args, apply=True)
+
+    def plan(self, params: PyTree) -> Plan:
+        """What is sharded, how, what it saves and moves, and what is not and why.
+
+        Args:
+          params: weights, or `jax.ShapeDtypeStruct`s of them.
+        """
+        return self._core.plan(params)
+
+    def unshard(self, state: ShardedState) -> PyTree:
+        """The wrapped optimizer's own state, in logical shapes; lossless."""
+        return self._core.unshard(state)
+
+    def master(self, state: ShardedState) -> PyTree:
+        """The master weights in logical shapes; None for weights that have none."""
+        return self._core.unshard_master(state)
+
+    def shard(self, inner: PyTree, params: PyTree, master: PyTree = None) -> ShardedState:
+        """The sharded state for the wrapped optimizer's own state `inner`; lossless.
+
+        Args:
+          inner: as from `unshard` or from the wrapped optimizer's `init`.
+          params: the weights.
+          master: master weights as from `master`; None makes them from `params`.
+        """
+        return self._core.shard(inner, params, master)
+
+    def state_specs(self, params: PyTree) -> ShardedState:
+        """`PartitionSpec`s of the state, for `shard_map`'s `in_specs` and `out_specs`."""
+        return self._core.state_specs(params)
+
+    def state_shardings(self, params: PyTree) -> ShardedState:
+        """`NamedSharding`s of the state, for `jit`."""
+        return self._core.state_shardings(params)
+
+    def abstract_state(self, params: PyTree) -> ShardedState:
+        """`jax.ShapeDtypeStruct`s of the stored state, with shardings."""
+        return self._core.abstract_state(params)
+
+
+class _Core:
+    """What the methods of `ShardedOptimizer` share."""
+
+    def __init__(
+        self,
+        optimizer: optax.GradientTransformation,
+        options: Options,
+        mesh: Mesh | None,
+        param_specs: PyTree,
+    ) -> None:
+        self.options = options
+        self.mesh = mesh
+        self.param_specs = param_specs
+        self.programs = Programs(optimizer, options)
+        self._seen_specs: dict[Any, tuple[PartitionSpec, ...]] = {}
+        self._eager: dict[Any, Callable[..., Any]] = {}
+
+    # ------------------------------------------------------------------------------ looking around
+
+    def context(self) -> Context:
+        return find_context(self.mesh, self.options.reduce_axes, self.options.shard_axes)
+
+    def target(self) -> Target:
+        return self.options.target or platform_of(self.mesh or current_mesh(None))
+
+    def layout(self, params: PyTree, context: Context) -> tuple[Layout, list[Any]]:
+        """The layout for these weights, and their leaves."""
+        paths, leaves, treedef = flatten_with_paths(params)
+        checks.check_params(paths, leaves)
+        avals = tuple(array_aval(x) for x in leaves)
+        specs = self._specs(treedef, avals, leaves, context)
+        tiles = []
+        for path, aval, spec in zip(paths, avals, specs, strict=True):
+            tiles.append(tiles_of_spec(spec, len(aval.shape)))
+            checks.check_tiles(path, aval, tiles[-1], context.replicas, manual=context.manual)
+        if context.manual:
+            avals = tuple(
+                _global_aval(a, t, context) for a, t in zip(avals, tiles, strict=True)
+            )
+        info = ParamInfo(treedef, paths, avals, tuple(tiles))
+        return self.programs.layout(info, context.replicas, self.target()), leaves
+
+    def _specs(
+        self, treedef: Any, avals: Sequence[Aval], leaves: Sequence[Any], context: Context
+    ) -> Sequence[PartitionSpec]:
+        """How model parallelism splits each weight: given, seen in types and arrays, or recorded."""
+        if self.param_specs is not None:
+            return checks.broadcast_specs(self.param_specs, treedef)
+        if context.manual:
+            return [_NO_SPEC] * len(leaves)
+        seen = [spec_of(x) for x in leaves]
+        key = (treedef, tuple(a.shape for a in avals))
+        if all(s is not None for s in seen):
+            specs = tuple(s for s in seen if s is not None)
+            if not any(is_tracer(x) for x in leaves):
+                self._seen_specs[key] = specs
+            return specs
+        if key in self._seen_specs:
+            return self._seen_specs[key]
+        checks.check_spec_known(context, self.options.reduce_axes, leaves)
+        return [s if s is not None else _NO_SPEC for s in seen]
+
+    def runner(self, layout: Layout, context: Context) -> Runner:
+        return Runner(layout, self.options, context.checked)
+
+    # ---------------------------------------------------------------------------- calling contexts
+
+    def _call(
+        self,
+        context: Context,
+        name: Any,
+        body: Callable[..., Any],
+        args: Sequence[Sequence[Any]],
+        in_specs: Sequence[Sequence[PartitionSpec]],
+        out_specs: Sequence[Sequence[PartitionSpec]],
+    ) -> Any:
+        """Runs `body` on one device's pieces: here if manual, else in a `shard_map`, jitted if eager.
+
+        `name` identifies the body among eager calls, so that it is compiled once; None if it cannot
+        be compared.
+        """
+        if context.manual:
+            return body(*args)
+        flat = [x for group in args for x in group]
+        specs = [s for group in in_specs for s in group]
+        if any(is_tracer(x) for x in flat):
+            return _mapped(context, body, in_specs, out_specs)(*args)
+        mesh = checks.concrete_mesh(context.mesh)
+        placed = iter(checks.place(flat, specs, mesh))
+        args = [[next(placed) for _ in group] for group in args]
+        key = (name, context, str(in_specs))
+        if name is None or key not in self._eager:
+            fun = jax.jit(_mapped(context, body, in_specs, out_specs))
+            if name is None:
+                return fun(*args)
+            self._eager[key] = fun
+        return self._eager[key](*args)
+
+    # -------------------------------------------------------------------------------------- init
+
+    def init(self, params: PyTree) -> ShardedState:
+        """Initial state, born sharded: no device ever holds the whole of it.
+
+        Args:
+          params: the weights (in `shard_map` and `pmap`, whole on each device).
+        """
+        context = self.context()
+        layout, leaves = self.layout(params, context)
+        checks.check_replicated(context, layout, leaves)
+        checks.warn_if_nothing_sharded(layout)
+        schedule: Schedule = self.programs.init(layout)
+        runner = self.runner(layout, context)
+        replicas = layout.replicas
+        inner, masters = self._call(
+            context,
+            ("init", layout),
+            lambda p: runner.init(schedule, p),
+            [leaves],
+            [[leaf.logical_spec() for leaf in layout.params]],
+            [
+                [leaf.spec(replicas) for leaf in layout.state],
+                [leaf.spec(replicas) for leaf in layout.master_leaves()],
+            ],
+        )
+        return _state(layout, inner, masters)
+
+    # ------------------------------------------------------------------------------------ update
+
+    def update(
+        self,
+        updates: PyTree,
+        state: ShardedState,
+        params: PyTree | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, ShardedState]:
+        """optax's `update`: whole updates, and the new sharded state.
+
+        Args:
+          updates: gradients. In `shard_map` and `pmap` local ones, still to be reduced over `axis`
+            (see `reduce`); on explicit meshes `unreduced` or reduced ones.
+          state: from `init` or an earlier step.
+          params: the weights, if the wrapped optimizer needs them.
+          **extra_args: passed to the wrapped optimizer; values, not per-replica ones.
+        """
+        return self.run(updates, state, params, extra_args, apply=False)
+
+    def run(
+        self,
+        grads: PyTree,
+        state: ShardedState,
+        params: PyTree | None,
+        extra_args: Mapping[str, Any],
+        *,
+        apply: bool,
+    ) -> tuple[PyTree, ShardedState]:
+        """`update` or `apply`."""
+        context = self.context()
+        layout = checks.check_state(state, context)
+        replicas = layout.replicas
+        inner, masters = _stored(state)
+        grad_leaves = checks.check_grads(
+            grads, layout, context, per_example=self.options.per_example
+        )
+        param_leaves = None
+        if params is not None:
+            param_leaves = checks.check_same_params(params, layout, context)
+        checks.check_master_params(layout, params)
+        arrivals = checks.arrivals(grad_leaves, layout, context, self.options.reduce)
+        arrays, _, _ = split_extra(extra_args)
+        checks.check_extra(extra_args, context)
+        step = self.programs.step(
+            layout,
+            [
+                self._grad_aval(leaf, g, m, context)
+                for leaf, g, m in zip(layout.params, grad_leaves, layout.masters, strict=True)
+            ],
+            extra_args,
+            with_params=param_leaves is not None,
+            apply=apply,
+        )
+        runner = self.runner(layout, context)
+
+        def body(g: Any, s: Any, m: Any, p: Any, e: Any) -> Any:
+            whole = p if param_leaves is not None else None
+            return runner.update(step, g, arrivals, s, m, whole, e, apply=apply)
+
+        logical = [leaf.logical_spec() for leaf in layout.params]
+        state_specs = [leaf.spec(replicas) for leaf in layout.state]
+        master_specs = [leaf.spec(replicas) for leaf in layout.master_leaves()]
+        grad_specs = [
+            checks.grad_spec(spec, arrival, self.options)
+            for spec, arrival in zip(logical, arrivals, strict=True)
+        ]
+        name = ("run", id(step), tuple(arrivals), apply) if step.reusable else None
+        out, new_inner, new_masters = self._call(
+            context,
+            name,
+            body,
+            [grad_leaves, inner, masters, param_leaves or [], arrays],
+            [
+                grad_specs,
+                state_specs,
+                master_specs,
+                logical if param_leaves is not None else [],
+                [_NO_SPEC] * len(arrays),
+            ],
+            [logical, state_specs, master_specs],
+        )
+        return layout.params_def.unflatten(out), _state(layout, new_inner, new_masters)
+
+    def _grad_aval(self, leaf: Leaf, grad: Any, master: Any, context: Context) -> Aval:
+        """Global shape of a gradient, and the dtype in which the wrapped optimizer gets it."""
+        aval = array_aval(grad)
+        shape = leaf.shape
+        if self.options.per_example:
+            examples = aval.shape[0] * (context.replicas.num_replicas if context.manual else 1)
+            shape = (examples, *leaf.shape)
+        return Aval(shape, master or aval.dtype)
+
+    # ------------------------------------------------------------------------------- conversions
+
+    def unshard(self, state: ShardedState) -> PyTree:
+        """See `ShardedOptimizer.unshard`."""
+        context = self.context()
+        layout = checks.check_state(state, context)
+        inner, _ = _stored(state)
+        return layout.state_def.unflatten(self._unshard(context, layout, layout.state, inner))
+
+    def unshard_master(self, state: ShardedState) -> PyTree:
+        """See `ShardedOptimizer.master`."""
+        context = self.context()
+        layout = checks.check_state(state, context)
+        _, masters = _stored(state)
+        leaves = tuple(layout.master_leaves())
+        whole = iter(self._unshard(context, layout, leaves, masters))
+        return layout.params_def.unflatten([None if m is None else next(whole) for m in layout.masters])
+
+    def _unshard(
+        self, context: Context, layout: Layout, leaves: Sequence[Leaf], stored: Sequence[Any]
+    ) -> list[Any]:
+        runner = self.runner(layout, context)
+        (whole,) = self._call(
+            context,
+            ("unshard", layout, tuple(leaves)),
+            lambda xs: (runner.unshard(leaves, xs),),
+            [stored],
+            [[leaf.spec(layout.replicas) for leaf in leaves]],
+            [[leaf.logical_spec() for leaf in leaves]],
+        )
+        return whole
+
+    def shard(self, inner: PyTree, params: PyTree, master: PyTree) -> ShardedState:
+        """See `ShardedOptimizer.shard`."""
+        context = self.context()
+        layout, leaves = self.layout(params, context)
+        whole = checks.check_inner(inner, layout, context)
+        masters = checks.check_masters(master, layout, leaves)
+        kept = tuple(layout.master_leaves())
+        runner = self.runner(layout, context)
+        stored, stored_masters = self._call(
+            context,
+            ("shard", layout),
+            lambda xs, ms: (runner.shard(layout.state, xs), runner.shard(kept, ms)),
+            [whole, masters],
+            [[leaf.logical_spec() for leaf in layout.state], [leaf.logical_spec() for leaf in kept]],
+            [
+                [leaf.spec(layout.replicas) for leaf in layout.state],
+                [leaf.spec(layout.replicas) for leaf in kept],
+            ],
+        )
+        return _state(layout, stored, stored_masters)
+
+    # ---------------------------------------------------------------------------------- abstracts
+
+    def _described(self, params: PyTree, describe: Callable[[Leaf, Layout], Any]) -> ShardedState:
+        layout, _ = self.layout(params, self.context())
+        inner = [describe(leaf, layout) for leaf in layout.state]
+        masters = [describe(leaf, layout) for leaf in layout.master_leaves()]
+        return _state(layout, inner, masters)
+
+    def state_specs(self, params: PyTree) -> ShardedState:
+        """See `ShardedOptimizer.state_specs`."""
+        return self._described(params, lambda leaf, layout: leaf.spec(layout.replicas))
+
+    def state_shardings(self, params: PyTree) -> ShardedState:
+        """See `ShardedOptimizer.state_shardings`."""
+        mesh = checks.concrete_mesh(self._global_mesh("state_shardings"))
+        return self._described(
+            params, lambda leaf, layout: NamedSharding(mesh, leaf.spec(layout.replicas))
+        )
+
+    def abstract_state(self, params: PyTree) -> ShardedState:
+        """See `ShardedOptimizer.abstract_state`."""
+        mesh = checks.concrete_mesh(self._global_mesh("abstract_state"))
+        return self._described(
+            params,
+            lambda leaf, layout: jax.ShapeDtypeStruct(
+                leaf.stored_shape(layout.replicas),
+                leaf.dtype,
+                sharding=NamedSharding(mesh, leaf.spec(layout.replicas)),
+            ),
+        )
+
+    def _global_mesh(self, name: str) -> Any:
+        context = self.context()
+        if context.manual:
+            raise ContextError(
+                f"{name} describes global arrays: call it outside of shard_map and pmap."
+            )
+        return context.mesh
+
+    def plan(self, params: PyTree) -> Plan:
+        """See `ShardedOptimizer.plan`."""
+        context = self.context()
+        layout, _ = self.layout(params, context)
+        reduced = self.options.reduce is None or not (context.manual or context.explicit)
+        return self.programs.plan(layout, reduced=reduced)
+
+
+def _mapped(
+    context: Context,
+    body: Callable[..., Any],
+    in_specs: Sequence[Sequence[PartitionSpec]],
+    out_specs: Sequence[Sequence[PartitionSpec]],
+) -> Callable[..., Any]:
+    """`body` in a `shard_map` that is manual over every axis of the mesh."""
+    mapped = jax.shard_map(
+        body,
+        mesh=context.mesh,
+        in_specs=tuple(list(g) for g in in_specs),
+        out_specs=tuple(list(g) for g in out_specs),
+        check_vma=False,
+    )
+
+    def call(*args: Any) -> Any:
+        if context.explicit:
+            args = tuple(
+                [checks.resharded(x, s, context) for x, s in zip(group, specs, strict=True)]
+                for group, specs in zip(args, in_specs, strict=True)
+            )
+        return mapped(*(list(g) for g in args))
+
+    return call
+
+
+def _global_aval(aval: Aval, tiles: Any, context: Context) -> Aval:
+    shape = tuple(
+        n * context.replicas.size(t) for n, t in zip(aval.shape, tiles, strict=True)
+    )
+    return Aval(shape, aval.dtype)
+
+
+def _stored(state: ShardedState) -> tuple[list[Any], list[Any]]:
+    return jax.tree.leaves(state.inner), jax.tree.leaves(state.master)
+
+
+def _state(layout: Layout, inner: Sequence[Any], masters: Sequence[Any]) -> ShardedState:
+    if not any(m is not None for m in layout.masters):
+        return ShardedState(layout.state_def.unflatten(inner), (), layout)
+    rest = iter(masters)
+    tree = layout.params_def.unflatten([None if m is None else next(rest) for m in layout.masters])
+    return ShardedState(layout.state_def.unflatten(inner), tree, layout)
+

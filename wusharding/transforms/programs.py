@@ -1,0 +1,370 @@
+"""Traces an optimizer, decides how it is stored, and keeps what was decided for later calls."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from wusharding.analysis.assign import MIN_ORPHAN_ELEMS, Update, assign, propagate, schedule
+from wusharding.analysis.choose import FormatChoice, Target, lanes_of
+from wusharding.analysis.decide import decide
+from wusharding.analysis.layout import Layout, Leaf
+from wusharding.analysis.placement import Placement, Replicas, Tiles, replicated
+from wusharding.analysis.plan import Plan, make_plan
+from wusharding.analysis.propagate import Propagation
+from wusharding.analysis.schedule import Problem, Schedule
+from wusharding.errors import StateMismatchError, UnsupportedOptimizerError
+from wusharding.jaxprs import Aval, Program, prune, trace
+from wusharding.transforms.context import is_tracer
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the user asked of `shard_updates`, checked."""
+
+    reduce_axes: tuple[str, ...]
+    shard_axes: tuple[str, ...]
+    reduce: str | None
+    formats: FormatChoice
+    min_shard_elems: int
+    bucket_bytes: int
+    gather_dtype: Any
+    master_dtype: Any
+    per_example: bool
+    target: Target | None
+    extra_args: Mapping[str, Any] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamInfo:
+    """The weights of one call: their tree, paths, shapes and model-parallel tiles."""
+
+    treedef: Any
+    paths: tuple[str, ...]
+    avals: tuple[Aval, ...]
+    tiles: tuple[Tiles, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """An update ready to run; `reusable` unless it holds functions or values of one caller."""
+
+    update: Update
+    schedule: Schedule
+    problems: tuple[Problem, ...]
+    reusable: bool
+
+
+class Programs:
+    """The traced programs of one wrapped optimizer.
+
+    Args:
+      optimizer: the wrapped one.
+      options: as checked by `shard_updates`.
+    """
+
+    def __init__(self, optimizer: optax.GradientTransformation, options: Options) -> None:
+        self.optimizer = optax.with_extra_args_support(optimizer)
+        self.options = options
+        self._layouts: dict[Any, Layout] = {}
+        self._inits: dict[Layout, Schedule] = {}
+        self._updates: dict[Layout, Update] = {}
+        self._steps: dict[Any, Step] = {}
+
+    # -------------------------------------------------------------------------------------- layout
+
+    def layout(self, params: ParamInfo, replicas: Replicas, target: Target) -> Layout:
+        """How weights and state are stored; the same object for the same question."""
+        key = (params, replicas, target)
+        if key not in self._layouts:
+            layout, update = self._build_layout(params, replicas, target)
+            self._layouts[key] = layout
+            self._updates[layout] = update
+        return self._layouts[key]
+
+    def plan(self, layout: Layout, *, reduced: bool) -> Plan:
+        """What was decided, for people: from the update as it was traced for the layout."""
+        schedule, problems = self._decided(layout, self._updates[layout])
+        return make_plan(
+            layout, schedule, problems, self.options.bucket_bytes, reduced=reduced
+        )
+
+    def _decided(self, layout: Layout, update: Update) -> tuple[Schedule, list[Problem]]:
+        params = [leaf.placement for leaf in layout.params]
+        state = [leaf.placement for leaf in layout.state]
+        shared = Propagation(update.program, layout.replicas)
+        propagation = propagate(update, shared, params, dict(enumerate(state)))
+        return schedule(update, propagation, params, state)
+
+    def _build_layout(
+        self, params: ParamInfo, replicas: Replicas, target: Target
+    ) -> tuple[Layout, Update]:
+        options = self.options
+        masters = tuple(_master_dtype(a.dtype, options.master_dtype) for a in params.avals)
+        avals = [Aval(a.shape, m or a.dtype) for a, m in zip(params.avals, masters, strict=True)]
+        _, state = self._trace_init(params.treedef, avals)
+        state_paths, state_structs, state_def = flatten_with_paths(state)
+        update = self._trace_for_layout(params, avals, state_structs, state_def, replicas)
+        found = assign(
+            update,
+            avals,
+            params.tiles,
+            replicas,
+            target=target,
+            choice=options.formats,
+            min_shard_elems=options.min_shard_elems,
+        )
+        leaves = tuple(
+            Leaf(path, aval.shape, aval.dtype, p, lanes_of(p, aval.shape, target), self._why(aval, p, replicas))
+            for path, aval, p in zip(params.paths, params.avals, found.params, strict=True)
+        )
+        stored = tuple(
+            Leaf(path, tuple(s.shape), s.dtype, p, lanes_of(p, tuple(s.shape), target), self._why(Aval(tuple(s.shape), s.dtype), p, replicas))
+            for path, s, p in zip(state_paths, state_structs, found.state, strict=True)
+        )
+        return Layout(replicas, leaves, stored, params.treedef, state_def, masters), update
+
+    def _why(self, aval: Aval, placement: Placement, replicas: Replicas) -> str:
+        """The reason why an array is not split, or nothing."""
+        if placement.span is not None:
+            return ""
+        if replicas.num_shards == 1:
+            return "the axes to shard over have size 1"
+        if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+            return "a PRNG key is not data to split"
+        if aval.size < 2:
+            return "has fewer than 2 elements"
+        if aval.size < self.options.min_shard_elems:
+            return f"smaller than min_shard_elems={self.options.min_shard_elems}"
+        return f"only used whole, and smaller than {MIN_ORPHAN_ELEMS} elements"
+
+    def _trace_init(self, treedef: Any, avals: Sequence[Aval]) -> tuple[Program, Any]:
+        def run(leaves: list[Any]) -> Any:
+            return self.optimizer.init(treedef.unflatten(leaves))
+
+        try:
+            return trace(run, _structs(avals))
+        except Exception as e:
+            raise UnsupportedOptimizerError(
+                f"the optimizer's init could not be traced at global shapes: {type(e).__name__}: {e}"
+            ) from e
+
+    def _trace_for_layout(
+        self,
+        params: ParamInfo,
+        avals: Sequence[Aval],
+        state: Sequence[Any],
+        state_def: Any,
+        replicas: Replicas,
+    ) -> Update:
+        """Traces the update before its real extra arguments are known."""
+        layout = Layout(
+            replicas,
+            tuple(
+                Leaf(path, a.shape, a.dtype, Placement(t))
+                for path, a, t in zip(params.paths, avals, params.tiles, strict=True)
+            ),
+            tuple(Leaf("", tuple(s.shape), s.dtype, replicated(len(s.shape))) for s in state),
+            params.treedef,
+            state_def,
+            (None,) * len(avals),
+        )
+        grads = avals
+        if self.options.per_example:
+            grads = [Aval((replicas.num_replicas, *a.shape), a.dtype) for a in avals]
+        tries = [self.options.extra_args] if self.options.extra_args is not None else _guesses(layout)
+        errors = []
+        for extra in tries:
+            try:
+                return self._trace_update(layout, grads, extra or {}, True, False)
+            except StateMismatchError:
+                raise
+            except Exception as e:
+                errors.append(e)
+        first = errors[0]
+        raise UnsupportedOptimizerError(
+            f"the optimizer's update could not be traced at global shapes: {type(first).__name__}: "
+            f"{first}. If it needs extra arguments, give examples of them (arrays, shapes or "
+            f"functions): shard_updates(..., extra_args=dict(value=..., value_fn=...))."
+        ) from first
+
+    # ---------------------------------------------------------------------------------------- init
+
+    def init(self, layout: Layout) -> Schedule:
+        """The schedule of the wrapped `init` on shards of the weights."""
+        if layout not in self._inits:
+            avals = [
+                Aval(leaf.shape, m or leaf.dtype)
+                for leaf, m in zip(layout.params, layout.masters, strict=True)
+            ]
+            program, _ = self._trace_init(layout.params_def, avals)
+            propagation = Propagation(program, layout.replicas)
+            params = [leaf.placement for leaf in layout.params]
+            state = [leaf.placement for leaf in layout.state]
+            for v, p in zip((*program.inputs, *program.outputs), (*params, *state), strict=True):
+                if not p.is_replicated and v not in program.consts:
+                    propagation.hints.setdefault(v, p)
+            propagation.run()
+            self._inits[layout], _ = decide(propagation, params, state, range(len(params)))
+        return self._inits[layout]
+
+    # -------------------------------------------------------------------------------------- update
+
+    def step(
+        self,
+        layout: Layout,
+        grads: Sequence[Aval],
+        extra: Mapping[str, Any],
+        *,
+        with_params: bool,
+        apply: bool,
+    ) -> Step:
+        """The schedule of one update.
+
+        Args:
+          layout: how everything is stored.
+          grads: global shapes and dtypes of the gradients as the wrapped optimizer gets them.
+          extra: the extra arguments of this call.
+          with_params: whether the caller gave the weights.
+          apply: return new weights, not updates (weights with a master always do).
+        """
+        arrays, static, extra_def = split_extra(extra)
+        cacheable = all(_is_hashable_constant(x) for x in static)
+        key = None
+        if cacheable:
+            avals = tuple((tuple(x.shape), str(x.dtype)) for x in arrays)
+            key = (layout, tuple(grads), avals, tuple(static), extra_def, with_params, apply)
+            if key in self._steps:
+                return self._steps[key]
+        update = self._trace_update(layout, grads, extra, with_params, apply)
+        steps, problems = self._decided(layout, update)
+        reusable = key is not None and not any(map(is_tracer, update.program.consts.values()))
+        step = Step(update, steps, tuple(problems), reusable)
+        if reusable:
+            self._steps[key] = step
+        return step
+
+    def _trace_update(
+        self,
+        layout: Layout,
+        grads: Sequence[Aval],
+        extra: Mapping[str, Any],
+        with_params: bool,
+        apply: bool,
+    ) -> Update:
+        arrays, static, extra_def = split_extra(extra)
+        params = [
+            Aval(leaf.shape, m or leaf.dtype)
+            for leaf, m in zip(layout.params, layout.masters, strict=True)
+        ]
+        new = tuple(apply or m is not None for m in layout.masters)
+
+        def run(grads: Any, state: Any, params: Any, arrays: Any) -> Any:
+            tree = layout.params_def.unflatten(params) if params is not None else None
+            kwargs = merge_extra(arrays, static, extra_def)
+            updates, after = self.optimizer.update(
+                layout.params_def.unflatten(grads), layout.state_def.unflatten(state), tree, **kwargs
+            )
+            self._check_trees(layout, updates, after)
+            flat = layout.params_def.flatten_up_to(updates)
+            out = [
+                _applied(p, u) if n else u
+                for p, u, n in zip(params or flat, flat, new, strict=True)
+            ]
+            return out, jax.tree.leaves(after)
+
+        state = [leaf.aval for leaf in layout.state]
+        given = _structs(params) if with_params else None
+        program, (_, after) = trace(run, _structs(grads), _structs(state), given, arrays)
+        self._check_state(layout, after)
+        axes = layout.replicas.reduce_axes if self.options.per_example else ()
+        return Update(prune(program), len(params), len(state), with_params, axes)
+
+    def _check_trees(self, layout: Layout, updates: Any, state: Any) -> None:
+        if jax.tree.structure(updates) != layout.params_def:
+            raise StateMismatchError(
+                f"the wrapped optimizer returned updates of another tree than its gradients: "
+                f"{jax.tree.structure(updates)}, expected {layout.params_def}"
+            )
+        if jax.tree.structure(state) != layout.state_def:
+            raise StateMismatchError(
+                f"the wrapped optimizer changed the tree of its state: {jax.tree.structure(state)}, "
+                f"expected {layout.state_def}"
+            )
+
+    def _check_state(self, layout: Layout, after: Sequence[Any]) -> None:
+        for leaf, new in zip(layout.state, after, strict=True):
+            if tuple(new.shape) != leaf.shape or new.dtype != leaf.dtype:
+                raise StateMismatchError(
+                    f"state{leaf.path}: the wrapped optimizer changed it from {leaf.dtype}"
+                    f"{list(leaf.shape)} to {new.dtype}{list(new.shape)}. A state must keep its "
+                    f"shapes and dtypes from step to step (with low-precision gradients, give the "
+                    f"optimizer an accumulator dtype, or use master_dtype=jnp.float32)."
+                )
+
+
+def _applied(param: Any, update: Any) -> Any:
+    return optax.apply_updates(param, update)
+
+
+def _master_dtype(dtype: Any, master: Any) -> Any:
+    if master is None or not jnp.issubdtype(dtype, jnp.floating) or dtype == master:
+        return None
+    return jnp.dtype(master)
+
+
+def _structs(avals: Sequence[Aval]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+
+
+def _guesses(layout: Layout) -> list[dict[str, Any]]:
+    """Extra arguments that optax's own optimizers ask for, tried in turn."""
+    params = layout.params_def.unflatten(_structs([leaf.aval for leaf in layout.params]))
+
+    def value_fn(tree: Any, *args: Any, **kwargs: Any) -> Any:
+        return sum(jnp.sum(jnp.real(x)).astype(jnp.float32) for x in jax.tree.leaves(tree))
+
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    value = {"value": scalar}
+    search: dict[str, Callable[..., Any] | Any] = {"grad": params, "value_fn": value_fn}
+    return [{}, value, {**value, **search}, {"obj_fn": value_fn}, {**value, **search, "obj_fn": value_fn}]
+
+
+# ----------------------------------------------------------------------------- extra arguments
+
+
+def split_extra(extra: Mapping[str, Any]) -> tuple[list[Any], list[Any], Any]:
+    """Arrays, everything else (functions, flags), and the tree that joins them again."""
+    leaves, treedef = jax.tree.flatten(dict(extra))
+    arrays = [x for x in leaves if _is_array(x)]
+    static = [None if _is_array(x) else x for x in leaves]
+    marks = tuple(_is_array(x) for x in leaves)
+    return arrays, static, (treedef, marks)
+
+
+def merge_extra(arrays: Sequence[Any], static: Sequence[Any], joined: Any) -> dict[str, Any]:
+    treedef, marks = joined
+    remaining = iter(arrays)
+    return treedef.unflatten(
+        [next(remaining) if mark else s for mark, s in zip(marks, static, strict=True)]
+    )
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def _is_hashable_constant(x: Any) -> bool:
+    return x is None or isinstance(x, bool | int | float | str)
+
+
+def flatten_with_paths(tree: Any) -> tuple[tuple[str, ...], list[Any], Any]:
+    """Leaves of a tree with the path of each, as `['layer']['w']`."""
+    with_paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    paths = tuple(jax.tree_util.keystr(path) for path, _ in with_paths)
+    return paths, [x for _, x in with_paths], treedef
