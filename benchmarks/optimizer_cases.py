@@ -511,13 +511,6 @@ _TRANSFORMS: tuple[tuple[str, Kind, Callable[[], Any]], ...] = (
     ("scale_by_adan", "elementwise", lambda: _descend(optax.scale_by_adan())),
     ("scale_by_amsgrad", "elementwise", lambda: _descend(optax.scale_by_amsgrad(b2=0.9))),
     ("scale_by_belief", "elementwise", lambda: _descend(optax.scale_by_belief(b2=_B2))),
-    (
-        "scale_by_distance_over_gradients",
-        "norm",
-        lambda: optax.chain(
-            optax.scale_by_distance_over_gradients(reps_rel=0.05), optax.scale(-1.0)
-        ),
-    ),
     ("scale_by_learning_rate", "elementwise", lambda: optax.scale_by_learning_rate(_schedule)),
     ("scale_by_lion", "elementwise", lambda: optax.scale_by_lion()),
     (
@@ -573,6 +566,15 @@ def _factored() -> list[Case]:
 
     shapes = {"kind": "norm", "params": factored_params}
     return [
+        _case(
+            "scale_by_distance_over_gradients",
+            # it gives a parameter of rank 0 an update of rank 1
+            lambda: optax.chain(
+                optax.scale_by_distance_over_gradients(reps_rel=0.05), optax.scale(-1.0)
+            ),
+            "norm",
+            params=factored_params,
+        ),
         _case("adafactor", adafactor, **shapes),
         _case("adafactor", adafactor, "norm", name="(default_params)"),
         _case("adafactor", with_momentum, name="(momentum, not factored)", **shapes),

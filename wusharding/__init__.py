@@ -1,4 +1,4 @@
-"""Weight-update sharding for JAX: each replica updates its share of the weights, with its share of the state."""
+"""Weight-update sharding for JAX: each replica updates its share of the weights and state."""
 
 from wusharding.analysis.plan import Plan as Plan
 from wusharding.errors import ContextError as ContextError

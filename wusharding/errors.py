@@ -1,4 +1,4 @@
-"""The library's own exceptions. Bad arguments raise `ValueError` or `TypeError`; these are for programs."""
+"""The library's own exceptions; bad arguments raise `ValueError` or `TypeError`."""
 
 
 class ShardingError(Exception):

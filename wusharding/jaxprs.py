@@ -40,9 +40,14 @@ class Aval(NamedTuple):
         return self.size * itemsize(self.dtype)
 
 
+def is_extended(dtype: Any) -> bool:
+    """A dtype that is no number: a PRNG key."""
+    return jnp.issubdtype(dtype, jax.dtypes.extended)
+
+
 def itemsize(dtype: Any) -> int:
     """Bytes of one element; a PRNG key counts as the words of its key data."""
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if is_extended(dtype):
         return 8
     return dtype.itemsize
 
@@ -162,7 +167,12 @@ class _Builder:
         if not isinstance(atom, jex.Literal):
             return env[atom]
         try:
-            key = (type(atom.val), str(atom.aval), atom.aval.weak_type, repr(atom.val))
+            key = (
+                type(atom.val),
+                str(atom.aval),
+                getattr(atom.aval, "weak_type", False),
+                repr(atom.val),
+            )
         except AttributeError:
             return self.const(atom.val, atom.aval)
         if key not in self._literals:
@@ -251,10 +261,6 @@ def checks_varying(axis: str) -> bool:
 def array_aval(x: Any) -> Aval:
     """Shape and dtype of an array, a tracer, a numpy value or a `ShapeDtypeStruct`."""
     if hasattr(x, "shape") and hasattr(x, "dtype"):
-        return Aval(tuple(x.shape), jnp.dtype(x.dtype) if _is_plain(x.dtype) else x.dtype)
+        return Aval(tuple(x.shape), x.dtype if is_extended(x.dtype) else jnp.dtype(x.dtype))
     value = jnp.asarray(x)
     return Aval(value.shape, value.dtype)
-
-
-def _is_plain(dtype: Any) -> bool:
-    return not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)

@@ -24,10 +24,12 @@ _GATHER_PENALTY = 50.0  # passes over the leaf that gathering it and working on 
 class Update:
     """A traced `update`: inputs are gradients, state, weights and extra arguments, in that order.
 
-    Outputs are the updates (or new weights), then the new state.
+    Outputs are the updates (or new weights), then the new state. `grads_of[i]` is the parameter
+    that gradient `i` is the gradient of.
     """
 
     program: Program
+    grads_of: tuple[int, ...]
     num_params: int
     num_state: int
     has_params: bool
@@ -35,20 +37,17 @@ class Update:
 
     @property
     def grads(self) -> tuple[int, ...]:
-        return self.program.inputs[: self.num_params]
+        return self.program.inputs[: len(self.grads_of)]
 
     @property
     def state(self) -> tuple[int, ...]:
-        return self.program.inputs[self.num_params : self.num_params + self.num_state]
+        start = len(self.grads_of)
+        return self.program.inputs[start : start + self.num_state]
 
     @property
     def params(self) -> tuple[int, ...]:
-        start = self.num_params + self.num_state
+        start = len(self.grads_of) + self.num_state
         return self.program.inputs[start : start + self.num_params] if self.has_params else ()
-
-    @property
-    def num_extra(self) -> int:
-        return len(self.program.inputs) - self.num_params * (1 + self.has_params) - self.num_state
 
     @property
     def new_params(self) -> tuple[int, ...]:
@@ -113,7 +112,9 @@ def assign(
                 moved[problem.leaf] = moved.get(problem.leaf, 0.0) + problem.moved_bytes
         again = False
         for i, aval in enumerate(params):
-            cost = options[i][trial[i]][0] + _GATHER_PENALTY * moved.get(i, 0.0) / max(aval.nbytes, 1)
+            cost = options[i][trial[i]][0] + _GATHER_PENALTY * moved.get(i, 0.0) / max(
+                aval.nbytes, 1
+            )
             best[i] = min(best[i], (cost, trial[i]))
             if i in moved and trial[i] == tried[i] and tried[i] + 1 < len(options[i]):
                 trial[i] = tried[i] = tried[i] + 1
@@ -155,14 +156,15 @@ def propagate(
     state: dict[int, Placement],
 ) -> Propagation:
     """Hints for all values, from placements of the weights and of what is known of the state."""
-    propagation = shared.fresh(
-        [*zip(update.state, update.new_state, strict=True), *zip(update.params, update.new_params, strict=False)]
-    )
+    ties = zip(update.state, update.new_state, strict=True)
+    propagation = shared.fresh([*ties, *zip(update.params, update.new_params, strict=False)])
     hints = propagation.hints
+    for v, i in zip(update.grads, update.grads_of, strict=True):
+        if not params[i].is_replicated:
+            hints[v] = update.grad_placement(params[i])
     for i, p in enumerate(params):
         if p.is_replicated:
             continue
-        hints[update.grads[i]] = update.grad_placement(p)
         if update.has_params:
             hints[update.params[i]] = p
         if update.new_params[i] not in update.program.consts:
@@ -182,9 +184,9 @@ def schedule(
 ) -> tuple[Schedule, list[Problem]]:
     """The steps of one device, given all placements."""
     avals = update.program.avals
-    grads = [update.grad_placement(p) for p in params]
-    inputs = [*grads, *state]
-    owners = [*range(update.num_params), *[-1] * update.num_state]
+    inputs = [update.grad_placement(params[i]) for i in update.grads_of]
+    inputs += state
+    owners = [*update.grads_of, *[-1] * update.num_state]
     if update.has_params:
         inputs += params
         owners += range(update.num_params)

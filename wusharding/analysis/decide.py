@@ -87,7 +87,9 @@ def decide(
       The schedule and what could not run on pieces.
     """
     decider = _Decider(propagation, outputs)
-    return decider.run([Value(p, leaf=i) for p, i in zip(inputs, leaves, strict=True)]), decider.problems
+    return decider.run(
+        [Value(p, leaf=i) for p, i in zip(inputs, leaves, strict=True)]
+    ), decider.problems
 
 
 class _Decider:
@@ -130,7 +132,9 @@ class _Decider:
                 self._control(k, op)
             else:
                 self._op(k, op)
-        outputs = [self._output(v, want) for v, want in zip(program.outputs, self.wanted, strict=True)]
+        outputs = [
+            self._output(v, want) for v, want in zip(program.outputs, self.wanted, strict=True)
+        ]
         return Schedule(program, self._ordered(), [v.placement for v in inputs], outputs)
 
     def _output(self, v: int, want: Placement | None) -> tuple[int, Placement]:
@@ -178,7 +182,9 @@ class _Decider:
         if found:
             return min(found, key=lambda f: self._misplaced(op, f, ins))
         if any(v.placement.span for v in values):
-            return None if may_split or not tiles else self._accepted(rule, factors, tiles, None, ins)
+            return (
+                None if may_split or not tiles else self._accepted(rule, factors, tiles, None, ins)
+            )
         fit = self._hinted(op, rule, factors, tiles, ins) if may_split and not rule.matrix else None
         if fit is None and tiles:
             fit = self._accepted(rule, factors, tiles, None, ins)
@@ -199,7 +205,7 @@ class _Decider:
         return list(dict.fromkeys(split_of(f, span, factors) for f, span in spans))
 
     def _misplaced(self, op: Op, fit: Fit, ins: list[int]) -> int:
-        """Elements that a fit makes move: operands that come otherwise, results wanted otherwise."""
+        """Elements that a fit makes move: operands that come, results that are wanted otherwise."""
         moved = 0
         for v, want in zip(ins, fit.ins, strict=True):
             have = self.values[v].placement
@@ -219,7 +225,7 @@ class _Decider:
         tiles: dict[int, tuple[str, ...]],
         ins: list[int],
     ) -> Fit | None:
-        """Nothing is split yet: follows the hint of a result, unless that would need a reduction."""
+        """Nothing is split yet: follows the hint of a result, unless that needs a reduction."""
         for label, out in zip(factors.outs, op.outs, strict=True):
             hint = self.hints.get(out)
             if hint is None or hint.span is None:
@@ -256,7 +262,7 @@ class _Decider:
         return fit
 
     def _outgrows(self, fit: Fit, factors: Factors, ins: list[int]) -> bool:
-        """A contraction whose partial results would cost more to add up than its operands to move."""
+        """A contraction whose partial results cost more to add up than its operands to move."""
         size = 1
         for label in factors.outs[0]:
             for f in label:
@@ -264,13 +270,9 @@ class _Decider:
         largest = max(self.avals[v].size for v in ins)
         return size * self.replicas.num_shards > max(largest, self.replicas.num_shards)
 
-    def _compute(
-        self, op: Op, rule: OpRule, factors: Factors, fit: Fit, ins: list[int]
-    ) -> None:
+    def _compute(self, op: Op, rule: OpRule, factors: Factors, fit: Fit, ins: list[int]) -> None:
         why = f"{op.name} splits it otherwise"
-        moved = tuple(
-            self._placed(v, p, why, op) for v, p in zip(ins, fit.ins, strict=True)
-        )
+        moved = tuple(self._placed(v, p, why, op) for v, p in zip(ins, fit.ins, strict=True))
         depth = max((self.values[v].depth for v in moved), default=0)
         leaf = self._leaf(ins)
         for out, placement in zip(op.outs, fit.outs, strict=True):
@@ -333,7 +335,9 @@ class _Decider:
             self._is_zero(v) for i, v in enumerate(op.ins) if i not in partial
         )
         linear = zero or (rule.linear is not None and rule.linear(op, partial))
-        if not (alike and small and plain and linear) or (others and not (zero or len(partial) == 1)):
+        if not (alike and small and plain and linear) or (
+            others and not (zero or len(partial) == 1)
+        ):
             return False
         depth = max(v.depth for v in values)
         for out in op.outs:
@@ -524,9 +528,7 @@ class _Decider:
             placement = flat_placement(aval.shape, self.replicas)
         key = (v, placement)
         if key not in self.moved:
-            self.moved[key] = self._fresh(
-                v, Value(placement, depth=value.depth, leaf=value.leaf)
-            )
+            self.moved[key] = self._fresh(v, Value(placement, depth=value.depth, leaf=value.leaf))
             job = self.jobs[self._find(value.job)]
             job.exits.append(Exit(v, self.moved[key], aval, placement))
         return self.moved[key]
@@ -601,10 +603,10 @@ class _Decider:
     def _enter_scan(self, op: Op, ins: list[int], bodies: Sequence[Propagation]) -> None:
         (body,) = bodies
         n_const, n_carry = op.params["num_consts"], op.params["num_carry"]
-        ins = [
-            v if i < n_const + n_carry else self._unstacked(v, op) for i, v in enumerate(ins)
-        ]
-        carry = self._carry(body.program.inputs[n_const : n_const + n_carry], body, ins[n_const : n_const + n_carry])
+        ins = [v if i < n_const + n_carry else self._unstacked(v, op) for i, v in enumerate(ins)]
+        carry = self._carry(
+            body.program.inputs[n_const : n_const + n_carry], body, ins[n_const : n_const + n_carry]
+        )
         inner = [self.values[v] for v in ins[:n_const]]
         inner += [Value(p) for p in carry]
         inner += [Value(_drop_dim(self.values[v].placement)) for v in ins[n_const + n_carry :]]
@@ -623,7 +625,9 @@ class _Decider:
         c, b = op.params["cond_nconsts"], op.params["body_nconsts"]
         carry = self._carry(body.program.inputs[b:], body, ins[c + b :])
         looped = [Value(p) for p in carry]
-        test = self._body(cond, [*(self.values[v] for v in ins[:c]), *looped], [replicated(0)], True)
+        test = self._body(
+            cond, [*(self.values[v] for v in ins[:c]), *looped], [replicated(0)], True
+        )
         turn = self._body(body, [*(self.values[v] for v in ins[c : c + b]), *looped], carry, True)
         start = [
             self._placed(v, p, "it goes round a loop", op)
@@ -634,7 +638,7 @@ class _Decider:
     def _carry(
         self, inner: Sequence[int], body: Propagation, outer: Sequence[int]
     ) -> list[Placement]:
-        """The placement in which each value goes round a loop: as it comes, or as the body hints."""
+        """The placement in which each value goes round a loop: as it comes, or as hinted."""
         carry = []
         for i, v in zip(inner, outer, strict=True):
             have, hint = self.values[v].placement, body.hints.get(i)
@@ -790,4 +794,3 @@ def _flops(op: Op, avals: list[Aval]) -> float:
         return size
     shape = avals[op.ins[0]].shape
     return size * 10.0 * (shape[-1] if shape else 1)
-

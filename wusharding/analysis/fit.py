@@ -1,4 +1,4 @@
-"""Fits placements to the factors of one operation: which result placements follow from its operands'.
+"""Fits placements to the factors of one operation: which results follow from which operands.
 
 A split is carried from one value to another as the sequence of factors that it covers, major to
 minor, and its chunk. Factors of size 1 are left out: they never change where an element lies.
@@ -15,7 +15,7 @@ from wusharding.analysis.rules.base import DimFactors, Factors, Reduction
 
 
 class Split(NamedTuple):
-    """The factors that a span covers, major to minor, and its chunk in elements of their product."""
+    """The factors that a span covers, major to minor, and its chunk of their product."""
 
     factors: tuple[int, ...]
     chunk: int

@@ -101,6 +101,8 @@ class Layout:
       params_def: tree of the parameters.
       state_def: tree of the wrapped optimizer's state.
       masters: for each parameter, the dtype of its master weight, or None.
+      grads_def: tree of the gradients, which is that of the parameters but for `optax.lookahead`.
+      grads_of: for each gradient, the parameter that it is the gradient of.
     """
 
     replicas: Replicas
@@ -109,6 +111,8 @@ class Layout:
     params_def: Any
     state_def: Any
     masters: tuple[Any, ...]
+    grads_def: Any
+    grads_of: tuple[int, ...]
 
     def _key(self) -> tuple[Any, ...]:
         return (
@@ -118,12 +122,15 @@ class Layout:
             self.params_def,
             self.state_def,
             self.masters,
+            self.grads_def,
         )
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return isinstance(other, Layout) and hash(self) == hash(other) and self._key() == other._key()
+        return (
+            isinstance(other, Layout) and hash(self) == hash(other) and self._key() == other._key()
+        )
 
     def __hash__(self) -> int:
         cached = self.__dict__.get("_hash")
@@ -131,6 +138,16 @@ class Layout:
             cached = hash(self._key())
             object.__setattr__(self, "_hash", cached)
         return cached
+
+    @property
+    def grads(self) -> tuple[Leaf, ...]:
+        """The parameters that gradients come for, in the order of the gradients."""
+        return tuple(self.params[i] for i in self.grads_of)
+
+    @property
+    def grad_masters(self) -> tuple[Any, ...]:
+        """`masters` in the order of the gradients."""
+        return tuple(self.masters[i] for i in self.grads_of)
 
     def master_leaves(self) -> Iterator[Leaf]:
         """The masters as leaves, for those parameters that have one."""

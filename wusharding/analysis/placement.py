@@ -1,4 +1,4 @@
-"""Where the elements of a value live: `Placement`, and `Mesh`, what it needs to know of the mesh."""
+"""Where the elements of a value live: `Placement`, and `Replicas`, what it knows of the mesh."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wusharding.formats import Format
 
 @dataclasses.dataclass(frozen=True)
 class Replicas:
-    """The mesh as the analysis sees it: sizes of its axes, and which of them the update shards over.
+    """The mesh as the analysis sees it: its axes, and which of them the update shards over.
 
     Args:
       axis_sizes: name and size of every mesh axis, in mesh order.
@@ -102,6 +102,7 @@ class Placement:
 
 @functools.cache
 def span_format(tile: tuple[int, ...], span: Span, num_shards: int) -> Format:
+    """The format that a span gives to a tile."""
     return Format(tile, span.lo, span.hi, num_shards, span.chunk)
 
 

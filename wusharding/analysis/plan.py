@@ -62,13 +62,13 @@ class Plan:
 
     Args:
       num_shards: N.
-      num_replicas: replicas that hold the same weights; more than N when a subgroup is sharded over.
+      num_replicas: replicas that hold the same weights; more than N with a subgroup.
       axes: mesh axes that are sharded over.
       params: one entry a weight.
       state: one entry an array of auxiliary state, masters included.
       traffic: collectives of one step whose gradients arrive local or unreduced.
       whole: operations that needed a split value whole, with their source lines.
-      owned: matrix jobs that one replica does for all, as (number of jobs, replicas that share them).
+      owned: matrix jobs that one replica does for all: their number, and that of the replicas.
       reduced_hint: what is different for gradients that arrive already reduced.
     """
 
@@ -121,7 +121,8 @@ class Plan:
             + (f" ({self.num_replicas} replicas)" if self.num_replicas != self.num_shards else "")
         ]
         lines += [
-            f"  state      {_bytes(self.state_bytes)} in all, {_bytes(self.held_bytes)} on each device, "
+            f"  state      {_bytes(self.state_bytes)} in all, {_bytes(self.held_bytes)} on each "
+            "device, "
             f"{self.storage_factor:.4f} of a fair share",
             f"  replicated {_bytes(self.replicated_bytes)} of it on every device",
         ]
@@ -137,12 +138,22 @@ class Plan:
             jobs, owners = self.owned
             lines += ["", f"Matrix work: {jobs} jobs, each done once, shared by {owners} replicas"]
         if self.whole:
-            lines += ["", "Gathered during the update, because an operation could not run on the pieces"]
+            lines += [
+                "",
+                "Gathered during the update, because an operation could not run on the pieces",
+            ]
             lines += _problems(self.whole)
         return lines
 
 
-def make_plan(layout: Layout, schedule: Schedule, problems: Sequence[Problem], bucket_bytes: int, *, reduced: bool) -> Plan:
+def make_plan(
+    layout: Layout,
+    schedule: Schedule,
+    problems: Sequence[Problem],
+    bucket_bytes: int,
+    *,
+    reduced: bool,
+) -> Plan:
     """The plan of one optimizer, from what was decided.
 
     Args:
@@ -228,14 +239,39 @@ def _traffic(
     hops = len(replicas.shard_axes)
     rows = []
     if split and not reduced:
-        rows.append(Traffic("reduce-scatter", "gradients", hops * _buckets(split, replicas, bucket_bytes), _padded(split, replicas)))
+        rows.append(
+            Traffic(
+                "reduce-scatter",
+                "gradients",
+                hops * _buckets(split, replicas, bucket_bytes),
+                _padded(split, replicas),
+            )
+        )
         if replicas.num_replicas > replicas.num_shards:
-            rows.append(Traffic("all-reduce", "gradient shards, between subgroups", 1, _padded(split, replicas) // replicas.num_shards))
+            rows.append(
+                Traffic(
+                    "all-reduce",
+                    "gradient shards, between subgroups",
+                    1,
+                    _padded(split, replicas) // replicas.num_shards,
+                )
+            )
     if rest and not reduced and replicas.num_replicas > 1:
-        rows.append(Traffic("all-reduce", "gradients that stay whole", 1, sum(leaf.aval.nbytes for leaf in rest)))
+        rows.append(
+            Traffic(
+                "all-reduce", "gradients that stay whole", 1, sum(leaf.aval.nbytes for leaf in rest)
+            )
+        )
     rows += _inner_traffic(schedule, replicas)
     if split:
-        rows.append(Traffic("all-gather", "updates or new weights", hops * _buckets(split, replicas, bucket_bytes), _padded(split, replicas) // replicas.num_shards))
+        rows.append(
+            Traffic(
+                "all-gather",
+                "updates or new weights",
+                hops * _buckets(split, replicas, bucket_bytes),
+                _padded(split, replicas) // replicas.num_shards,
+            )
+        )
     return rows
 
 
@@ -259,7 +295,13 @@ def _inner_traffic(schedule: Schedule, replicas: Replicas) -> list[Traffic]:
     sums, gathers = [0, 0], [0, 0]
     exchange = [0, 0]
     for step in steps_of(schedule):
-        moves = step.moves if isinstance(step, Communicate) else (step,) if isinstance(step, Move) else ()
+        moves = (
+            step.moves
+            if isinstance(step, Communicate)
+            else (step,)
+            if isinstance(step, Move)
+            else ()
+        )
         for kind, total in (("reduce", sums), ("gather", gathers)):
             found = [m for m in moves if m.kind == kind]
             total[0] += bool(found)
@@ -272,9 +314,15 @@ def _inner_traffic(schedule: Schedule, replicas: Replicas) -> list[Traffic]:
     if sums[0]:
         rows.append(Traffic("all-reduce", "norms and other sums", sums[0], sums[1]))
     if gathers[0]:
-        rows.append(Traffic("all-gather", "values needed whole", gathers[0], gathers[1] // replicas.num_shards))
+        rows.append(
+            Traffic(
+                "all-gather", "values needed whole", gathers[0], gathers[1] // replicas.num_shards
+            )
+        )
     if exchange[0]:
-        rows.append(Traffic("all-to-all", "matrices to and from their owners", exchange[0], exchange[1]))
+        rows.append(
+            Traffic("all-to-all", "matrices to and from their owners", exchange[0], exchange[1])
+        )
     return rows
 
 
@@ -318,4 +366,3 @@ def _bytes(n: float) -> str:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
         n /= 1024
     raise AssertionError
-

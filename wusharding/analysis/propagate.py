@@ -157,7 +157,9 @@ def _shift(placement: Placement, shift: int) -> Placement | None:
         return Placement(((), *placement.tiles), moved)
     if placement.tiles[0] or (span and span.lo == 0):
         return None
-    return Placement(placement.tiles[1:], Span(span.lo - 1, span.hi - 1, span.chunk) if span else None)
+    return Placement(
+        placement.tiles[1:], Span(span.lo - 1, span.hi - 1, span.chunk) if span else None
+    )
 
 
 def control_links(op: Op) -> list[list[tuple[int, int, int]]]:
@@ -172,9 +174,12 @@ def control_links(op: Op) -> list[list[tuple[int, int, int]]]:
         (body,) = op.subs
         fixed = op.params["num_consts"] + op.params["num_carry"]
         carry = op.params["num_carry"]
-        ins = [(a, b, -(i >= fixed)) for i, (a, b) in enumerate(zip(op.ins, body.inputs, strict=True))]
+        ins = [
+            (a, b, -(i >= fixed)) for i, (a, b) in enumerate(zip(op.ins, body.inputs, strict=True))
+        ]
         outs = [
-            (a, b, -(i >= carry)) for i, (a, b) in enumerate(zip(op.outs, body.outputs, strict=True))
+            (a, b, -(i >= carry))
+            for i, (a, b) in enumerate(zip(op.outs, body.outputs, strict=True))
         ]
         return [ins + outs]
     cond, body = op.subs

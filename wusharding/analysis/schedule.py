@@ -18,7 +18,7 @@ from wusharding.jaxprs import Aval, Op, Program
 
 
 class Mask(NamedTuple):
-    """Padding of an operand that must not count: beyond `valid` elements along `dim` of all shards."""
+    """Padding that must not count: what lies beyond `valid` elements along `dim` of all shards."""
 
     operand: int
     dim: int

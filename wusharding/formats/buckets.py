@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 
 class Piece(NamedTuple):
-    """Elements `start:stop` (of one shard) of array `index`."""
+    """Elements `start:stop` (of one shard) of array number `array`."""
 
-    index: int
+    array: int
     start: int
     stop: int
 
@@ -30,9 +30,11 @@ def fill_buckets(elems: Sequence[int], bucket_elems: int) -> list[Bucket]:
       elems: length of each array, in elements per shard.
       bucket_elems: capacity of a bucket, at least 1.
 
-    >>> fill_buckets([3, 2, 9, 4], 4)
-    [(Piece(index=2, start=0, stop=9),), (Piece(index=3, start=0, stop=4),), \
-(Piece(index=0, start=0, stop=3), Piece(index=1, start=0, stop=1)), (Piece(index=1, start=1, stop=2),)]
+    >>> for bucket in fill_buckets([3, 2, 9], 4):
+    ...     print([tuple(piece) for piece in bucket])
+    [(2, 0, 9)]
+    [(0, 0, 3), (1, 0, 1)]
+    [(1, 1, 2)]
     """
     capacity = max(bucket_elems, 1)
     alone = [(Piece(i, 0, n),) for i, n in enumerate(elems) if n >= capacity]

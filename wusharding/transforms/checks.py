@@ -1,4 +1,4 @@
-"""Every check of what users hand over, and the messages: where, what was found, what is needed, what to do."""
+"""Checks of what users hand over; messages say where, what was found, and what to do."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ T = TypeVar("T")
 # ------------------------------------------------------------------------- arguments of the wrapper
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """It has `init` and `update`."""
+def as_transformation(optimizer: Any) -> optax.GradientTransformation:
+    """The optimizer as a pair of `init` and `update`."""
+    if isinstance(optimizer, optax.MultiSteps):
+        return optimizer.gradient_transformation()
     if not isinstance(optimizer, optax.GradientTransformation):
         raise TypeError(
-            f"optimizer: found {type(optimizer).__name__}, need an optax.GradientTransformation "
-            f"(for optax.MultiSteps pass `.gradient_transformation()`)."
+            f"optimizer: found {type(optimizer).__name__}, need an optax.GradientTransformation."
         )
+    return optimizer
 
 
 def axis_tuple(name: str, axis: Any) -> tuple[str, ...]:
@@ -128,7 +130,8 @@ def check_params(paths: Sequence[str], leaves: Sequence[Any]) -> None:
             )
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             raise TypeError(
-                f"params{path}: found dtype {x.dtype}, need a floating or complex one: gradients of "
+                f"params{path}: found dtype {x.dtype}, need a floating or complex one: gradients "
+                "of "
                 f"integer parameters do not exist. Take it out of the tree that is optimized."
             )
 
@@ -141,7 +144,8 @@ def check_tiles(path: str, aval: Aval, tiles: Tiles, replicas: Replicas, *, manu
         if shared:
             raise ContextError(
                 f"params{path}: dim {d} is already split over {shared}, which axis="
-                f"{replicas.reduce_axes} names as replicas holding the same weights. Name only axes "
+                f"{replicas.reduce_axes} names as replicas holding the same weights. Name only "
+                "axes "
                 f"over which the weights are replicated."
             )
         unknown = [a for a in axes if a not in sizes]
@@ -150,7 +154,8 @@ def check_tiles(path: str, aval: Aval, tiles: Tiles, replicas: Replicas, *, manu
         n = replicas.size(axes)
         if not manual and aval.shape[d] % n:
             raise ContextError(
-                f"params{path}: dim {d} of length {aval.shape[d]} is split over {axes} in {n} uneven "
+                f"params{path}: dim {d} of length {aval.shape[d]} is split over {axes} in {n} "
+                "uneven "
                 f"parts. Pad it, or replicate it."
             )
 
@@ -160,7 +165,8 @@ def check_spec_known(context: Context, axes: tuple[str, ...], leaves: Sequence[A
     other = [a for a, n in context.replicas.axis_sizes if a not in axes and n > 1]
     if other and any(is_tracer(x) for x in leaves):
         raise ContextError(
-            f"the mesh has further axes {other}, and under jit on an auto mesh it cannot be seen how "
+            f"the mesh has further axes {other}, and under jit on an auto mesh it cannot be seen "
+            "how "
             f"the parameters are split over them. Call init eagerly once on placed parameters, or "
             f"pass shard_updates(..., param_specs=...)."
         )
@@ -175,7 +181,8 @@ def check_replicated(context: Context, layout: Layout, leaves: Sequence[Any]) ->
         if shared:
             raise ReplicationError(
                 f"params{leaf.path}: it may differ between replicas (it varies over "
-                f"{sorted(shared)}), so its update is not replicated. Pass it into shard_map with a "
+                f"{sorted(shared)}), so its update is not replicated. Pass it into shard_map "
+                "with a "
                 f"spec that does not name {sorted(shared)}."
             )
 
@@ -246,7 +253,8 @@ def check_state(state: Any, context: Context) -> Layout:
     layout = getattr(state, "layout", None)
     if not isinstance(layout, Layout):
         raise StateMismatchError(
-            f"state: found {type(state).__name__}, need the ShardedState that init of shard_updates "
+            f"state: found {type(state).__name__}, need the ShardedState that init of "
+            "shard_updates "
             f"returns. A plain optax state becomes one by tx.shard(state, params)."
         )
     have, need = layout.replicas, context.replicas
@@ -254,9 +262,11 @@ def check_state(state: Any, context: Context) -> Layout:
         dict(have.axis_sizes) != dict(need.axis_sizes)
     ):
         raise StateMismatchError(
-            f"state: belongs to another plan: {have.num_shards} shards over {have.shard_axes} of mesh "
+            f"state: belongs to another plan: {have.num_shards} shards over {have.shard_axes} of "
+            "mesh "
             f"{dict(have.axis_sizes)}; here it is {need.num_shards} over {need.shard_axes} of "
-            f"{dict(need.axis_sizes)}. Convert it: other.unshard(state), then tx.shard(plain, params)."
+            f"{dict(need.axis_sizes)}. Convert it: other.unshard(state), then tx.shard(plain, "
+            "params)."
         )
     leaves, treedef = jax.tree.flatten(state.inner)
     if treedef != layout.state_def:
@@ -278,27 +288,22 @@ def check_stored(leaf: Leaf, x: Any, layout: Layout, context: Context) -> None:
         if not context.manual and tuple(x.shape[1:]) == leaf.local_stored_shape(replicas):
             hint = "It looks stacked by pmap: convert it inside pmap, where it was made."
         raise StateMismatchError(
-            f"state{leaf.path}: found shape {list(x.shape)}, need {list(need)} {where} (logical shape "
+            f"state{leaf.path}: found shape {list(x.shape)}, need {list(need)} {where} (logical "
+            "shape "
             f"{list(leaf.shape)}). {hint}"
         )
     if x.dtype != leaf.dtype:
-        raise StateMismatchError(
-            f"state{leaf.path}: found dtype {x.dtype}, need {leaf.dtype}."
-        )
+        raise StateMismatchError(f"state{leaf.path}: found dtype {x.dtype}, need {leaf.dtype}.")
 
 
 def _tile_shape(leaf: Leaf, layout: Layout, context: Context) -> tuple[int, ...]:
-    return (
-        leaf.placement.tile_shape(leaf.shape, layout.replicas) if context.manual else leaf.shape
-    )
+    return leaf.placement.tile_shape(leaf.shape, layout.replicas) if context.manual else leaf.shape
 
 
-def check_grads(
-    grads: Any, layout: Layout, context: Context, *, per_example: bool
-) -> list[Any]:
+def check_grads(grads: Any, layout: Layout, context: Context, *, per_example: bool) -> list[Any]:
     """Gradients have the tree, shapes and kinds of the weights."""
-    leaves = _flatten_like(grads, layout.params_def, "gradients")
-    for leaf, x in zip(layout.params, leaves, strict=True):
+    leaves = _flatten_like(grads, layout.grads_def, "gradients")
+    for leaf, x in zip(layout.grads, leaves, strict=True):
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
             raise TypeError(f"gradients{leaf.path}: found {type(x).__name__}, need an array.")
         if x.dtype == jax.dtypes.float0 or not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -309,7 +314,8 @@ def check_grads(
         if per_example:
             if found[1:] != need or len(found) != len(need) + 1:
                 raise StateMismatchError(
-                    f"gradients{leaf.path}: found shape {list(found)}, need one gradient per example, "
+                    f"gradients{leaf.path}: found shape {list(found)}, need one gradient per "
+                    "example, "
                     f"[examples, *{list(need)}], as per_example=True says."
                 )
             continue
@@ -317,7 +323,8 @@ def check_grads(
             hint = ""
             if found[1:] == need and found and found[0] == layout.replicas.num_replicas:
                 hint = (
-                    " It has a leading dim of the number of replicas, as arrays for pmap have: call "
+                    " It has a leading dim of the number of replicas, as arrays for pmap have: "
+                    "call "
                     "update inside pmap, or drop that dim."
                 )
             raise StateMismatchError(
@@ -371,22 +378,26 @@ def arrivals(
 ) -> list[Arrival]:
     """How each gradient arrives: still local, unreduced, or reduced."""
     if not context.manual:
-        return [_global_arrival(leaf, g, layout) for leaf, g in zip(layout.params, grads, strict=True)]
+        return [
+            _global_arrival(leaf, g, layout) for leaf, g in zip(layout.grads, grads, strict=True)
+        ]
     if not context.checked:
         return ["local" if reduce is not None else "reduced"] * len(grads)
     axes = set(layout.replicas.reduce_axes)
     out: list[Arrival] = []
-    for leaf, g in zip(layout.params, grads, strict=True):
+    for leaf, g in zip(layout.grads, grads, strict=True):
         varying = varying_axes(g) & axes
         if varying and varying != axes:
             raise ReplicationError(
                 f"gradients{leaf.path}: vary over {sorted(varying)} but not over "
-                f"{sorted(axes - varying)}: reduced over a part of axis={layout.replicas.reduce_axes}. "
+                f"{sorted(axes - varying)}: reduced over a part of "
+                f"axis={layout.replicas.reduce_axes}. "
                 f"Leave the whole reduction to shard_updates, or do all of it and pass reduce=None."
             )
         if varying and reduce is None:
             raise ReplicationError(
-                f"gradients{leaf.path}: reduce=None says that they are already reduced, but they vary "
+                f"gradients{leaf.path}: reduce=None says that they are already reduced, but they "
+                "vary "
                 f"over {sorted(varying)}. Pass reduce='mean' or 'sum'."
             )
         out.append("local" if varying else "reduced")
@@ -401,7 +412,8 @@ def _global_arrival(leaf: Leaf, grad: Any, layout: Layout) -> Arrival:
     if open_axes != axes:
         raise ReplicationError(
             f"gradients{leaf.path}: unreduced over {sorted(open_axes)} but not over "
-            f"{sorted(axes - open_axes)}. Leave all of axis={layout.replicas.reduce_axes} unreduced, "
+            f"{sorted(axes - open_axes)}. Leave all of axis={layout.replicas.reduce_axes} "
+            "unreduced, "
             f"or none."
         )
     return "unreduced"

@@ -51,7 +51,9 @@ class Collectives:
                 x = lax.dynamic_slice_in_dim(x, lax.axis_index(want) * n, n, d)
         if after.span is None:
             return x
-        fmt = Format(x.shape, after.span.lo, after.span.hi, self.replicas.num_shards, after.span.chunk)
+        fmt = Format(
+            x.shape, after.span.lo, after.span.hi, self.replicas.num_shards, after.span.chunk
+        )
         return fmt.shard_of(x, self.shard_index())
 
     # --------------------------------------------------------------------------------- collectives
@@ -89,11 +91,11 @@ class Collectives:
             capacity = max(self.bucket_bytes // xs[group[0]].dtype.itemsize, 1)
             pieces: dict[int, list[jax.Array]] = {}
             for bucket in fill_buckets(elems, capacity):
-                if len(bucket) == 1 and bucket[0].stop - bucket[0].start == elems[bucket[0].index]:
-                    i = group[bucket[0].index]
+                if len(bucket) == 1 and bucket[0].stop - bucket[0].start == elems[bucket[0].array]:
+                    i = group[bucket[0].array]
                     out[i] = reduce(xs[i], axes)
                     continue
-                flat = [xs[group[p.index]].reshape(-1)[p.start : p.stop] for p in bucket]
+                flat = [xs[group[p.array]].reshape(-1)[p.start : p.stop] for p in bucket]
                 done = reduce(_concatenate(flat), axes)
                 _deal(bucket, done, pieces)
             for k, parts in pieces.items():
@@ -104,7 +106,7 @@ class Collectives:
         return out
 
     def exchange(self, x: jax.Array) -> jax.Array:
-        """All-to-all of `x: [num_shards, ...]`: row `r` goes to device `r`, row `s` comes from `s`."""
+        """All-to-all of `x: [num_shards, ...]`: row `r` goes to device `r`."""
         return lax.all_to_all(x, self.axes, 0, 0, tiled=True)
 
     # ----------------------------------------------------------------------------------- internals
@@ -128,7 +130,7 @@ class Collectives:
         collective: Callable[[jax.Array], jax.Array],
         gathers: bool,
     ) -> list[jax.Array]:
-        """Large leaves go through `alone`; the rest as rows of `[num_shards or 1, elems]` buffers."""
+        """Large leaves go through `alone`; the rest as rows of `[num_shards or 1, elems]`."""
         out: list[Any] = [None] * len(xs)
         for group in _by_dtype(xs):
             elems = [formats[i].shard_elems for i in group]
@@ -141,14 +143,14 @@ class Collectives:
             buffers = {}
             pieces: dict[int, list[jax.Array]] = {}
             for bucket in buckets:
-                whole = bucket[0].stop - bucket[0].start == elems[rest[bucket[0].index]]
+                whole = bucket[0].stop - bucket[0].start == elems[rest[bucket[0].array]]
                 if len(bucket) == 1 and whole:
-                    i = group[rest[bucket[0].index]]
+                    i = group[rest[bucket[0].array]]
                     out[i] = alone(xs[i], formats[i])
                     continue
                 columns = []
                 for p in bucket:
-                    i = group[rest[p.index]]
+                    i = group[rest[p.array]]
                     if i not in buffers:
                         buffers[i] = packed(xs[i], formats[i])
                     columns.append(buffers[i][:, p.start : p.stop])
@@ -210,7 +212,9 @@ def _plain(fmt: Format) -> Format:
 def by_shard(padded: jax.Array, fmt: Format) -> jax.Array:
     """`[num_shards, shard_elems]` from the padded array."""
     lo = fmt.lo
-    split = padded.reshape(*padded.shape[:lo], fmt.num_shards, fmt.chunk_elems, *padded.shape[lo + 1 :])
+    split = padded.reshape(
+        *padded.shape[:lo], fmt.num_shards, fmt.chunk_elems, *padded.shape[lo + 1 :]
+    )
     return jnp.moveaxis(split, lo, 0).reshape(fmt.num_shards, -1)
 
 
@@ -232,7 +236,9 @@ def _deal(bucket: Bucket, done: jax.Array, pieces: dict[int, list[jax.Array]]) -
     at = 0
     for p in bucket:
         n = p.stop - p.start
-        pieces.setdefault(p.index, []).append(lax.slice_in_dim(done, at, at + n, axis=done.ndim - 1))
+        pieces.setdefault(p.array, []).append(
+            lax.slice_in_dim(done, at, at + n, axis=done.ndim - 1)
+        )
         at += n
 
 

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from wusharding.analysis.choose import TARGETS, Target
+from wusharding.analysis.choose import Target
 from wusharding.analysis.placement import Replicas, Tiles
 from wusharding.errors import ContextError
 from wusharding.jaxprs import bound_axis_size, checks_varying
@@ -54,7 +55,9 @@ def find_context(
     bound = {a: bound_axis_size(a) for a in reduce_axes}
     if all(bound.values()):
         sizes = _manual_sizes(bound)
-        return Context(True, checks_varying(shard_axes[0]), Replicas(sizes, reduce_axes, shard_axes), None)
+        return Context(
+            True, checks_varying(shard_axes[0]), Replicas(sizes, reduce_axes, shard_axes), None
+        )
     if any(bound.values()):
         free = [a for a, n in bound.items() if not n]
         raise ContextError(
@@ -64,7 +67,8 @@ def find_context(
     found = current_mesh(mesh)
     if found is None:
         raise ContextError(
-            f"no mesh: found neither mesh= nor an ambient mesh, nor is axis {reduce_axes} bound here. "
+            f"no mesh: found neither mesh= nor an ambient mesh, nor is axis {reduce_axes} bound "
+            "here. "
             f"Pass shard_updates(..., mesh=mesh), or call inside `with jax.set_mesh(mesh)`, "
             f"`shard_map` or `pmap`."
         )
@@ -100,12 +104,9 @@ def check_axes(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> None:
 
 def platform_of(mesh: Mesh | AbstractMesh | None) -> Target:
     """The platform that formats are chosen for: the mesh's devices, else the default backend."""
-    if isinstance(mesh, Mesh):
-        name = mesh.devices.flat[0].platform
-    else:
-        name = jax.default_backend()
-    name = {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
-    return next((t for t in TARGETS if t == name), "cpu")
+    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
+    same: dict[str, Target] = {"cuda": "gpu", "rocm": "gpu", "gpu": "gpu", "tpu": "tpu"}
+    return same.get(platform, "cpu")
 
 
 # -------------------------------------------------------------------------------- types of a value
@@ -113,7 +114,9 @@ def platform_of(mesh: Mesh | AbstractMesh | None) -> Target:
 
 def spec_of(x: Any) -> PartitionSpec | None:
     """The spec of a value's sharding, where its type or its array tells; None where not."""
-    sharding = getattr(jax.typeof(x), "sharding", None) if is_tracer(x) else getattr(x, "sharding", None)
+    sharding = (
+        getattr(jax.typeof(x), "sharding", None) if is_tracer(x) else getattr(x, "sharding", None)
+    )
     if not isinstance(sharding, NamedSharding):
         return None
     if is_tracer(x) and not _has_explicit(sharding.mesh):
@@ -126,7 +129,8 @@ def _has_explicit(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def is_tracer(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer)
+    """Whether a value is being traced."""
+    return isinstance(x, Tracer)
 
 
 def tiles_of_spec(spec: PartitionSpec | None, ndim: int) -> Tiles:
@@ -148,6 +152,10 @@ def first_array_mesh(xs: Sequence[Any]) -> Mesh | None:
     """The mesh of the first committed array."""
     for x in xs:
         sharding = getattr(x, "sharding", None)
-        if not is_tracer(x) and isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        if (
+            not is_tracer(x)
+            and isinstance(sharding, NamedSharding)
+            and isinstance(sharding.mesh, Mesh)
+        ):
             return sharding.mesh
     return None

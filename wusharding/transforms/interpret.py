@@ -86,9 +86,7 @@ class Interpreter:
 
         def body(*args: Any) -> list[Any]:
             outs = self.run(schedule, args)
-            return [
-                self._typed(x, p) for x, (_, p) in zip(outs, schedule.outputs, strict=True)
-            ]
+            return [self._typed(x, p) for x, (_, p) in zip(outs, schedule.outputs, strict=True)]
 
         return body
 
@@ -114,7 +112,9 @@ class Interpreter:
             params = rule.localize(step.op, step.view)
             if rule.reshape is not None:
                 shapes = rule.reshape(step.op, step.view)
-                args = [a if s is None else lax.reshape(a, s) for a, s in zip(args, shapes, strict=True)]
+                args = [
+                    a if s is None else lax.reshape(a, s) for a, s in zip(args, shapes, strict=True)
+                ]
         env.update(zip(step.outs, evaluate(step.op, params, args), strict=True))
 
     def _filled(self, x: jax.Array, mask: Mask) -> jax.Array:
@@ -160,9 +160,7 @@ class Interpreter:
         wholes = dict(zip((m.dest for m in split), done, strict=True))
         for move in moves:
             x = wholes.get(move.dest, env.get(move.source))
-            for d, (have, want) in enumerate(
-                zip(move.before.tiles, move.after.tiles, strict=True)
-            ):
+            for d, (have, want) in enumerate(zip(move.before.tiles, move.after.tiles, strict=True)):
                 for axis in reversed(have) if have != want else ():
                     x = lax.all_gather(x, axis, axis=d, tiled=True, to="invarying")
             env[move.dest] = x
@@ -179,8 +177,12 @@ class Interpreter:
         jobs: dict[int, list[Job]] = {}
         for job in stage.jobs:
             jobs.setdefault(job.owner, []).append(job)
-        there = Parcels.of({o: [e for j in js for e in j.entries] for o, js in jobs.items()}, self.replicas)
-        back = Parcels.of({o: [e for j in js for e in j.exits] for o, js in jobs.items()}, self.replicas)
+        there = Parcels.of(
+            {o: [e for j in js for e in j.entries] for o, js in jobs.items()}, self.replicas
+        )
+        back = Parcels.of(
+            {o: [e for j in js for e in j.exits] for o, js in jobs.items()}, self.replicas
+        )
         shards = {e.source: env[e.source] for e in there.items()}
         received = self._exchanged(there.by_owner(shards))
 

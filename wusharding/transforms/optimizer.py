@@ -55,7 +55,7 @@ class ShardedState(NamedTuple):
 
 
 def shard_updates(
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
     *,
     mesh: Mesh | None = None,
     axis: str | Sequence[str] = "data",
@@ -118,7 +118,7 @@ def shard_updates(
     >>> state.inner[0].mu["w"].addressable_shards[0].data.size  # of 272
     34
     """
-    checks.check_optimizer(optimizer)
+    optimizer = checks.as_transformation(optimizer)
     reduce_axes = checks.axis_tuple("axis", axis)
     shard_axes = reduce_axes if shard_axis is None else checks.axis_tuple("shard_axis", shard_axis)
     options = Options(
@@ -145,7 +145,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
 
     @classmethod
     def _create(cls, core: _Core) -> ShardedOptimizer:
-        self = cls(core.init, core.update)
+        self = cls(core.init, core.update)  # pyright: ignore[reportArgumentType]
         self._core = core
         return self
 
@@ -240,16 +240,14 @@ class _Core:
             tiles.append(tiles_of_spec(spec, len(aval.shape)))
             checks.check_tiles(path, aval, tiles[-1], context.replicas, manual=context.manual)
         if context.manual:
-            avals = tuple(
-                _global_aval(a, t, context) for a, t in zip(avals, tiles, strict=True)
-            )
+            avals = tuple(_global_aval(a, t, context) for a, t in zip(avals, tiles, strict=True))
         info = ParamInfo(treedef, paths, avals, tuple(tiles))
         return self.programs.layout(info, context.replicas, self.target()), leaves
 
     def _specs(
         self, treedef: Any, avals: Sequence[Aval], leaves: Sequence[Any], context: Context
     ) -> Sequence[PartitionSpec]:
-        """How model parallelism splits each weight: given, seen in types and arrays, or recorded."""
+        """How model parallelism splits each weight: given, seen in types, or recorded."""
         if self.param_specs is not None:
             return checks.broadcast_specs(self.param_specs, treedef)
         if context.manual:
@@ -280,7 +278,7 @@ class _Core:
         in_specs: Sequence[Sequence[PartitionSpec]],
         out_specs: Sequence[Sequence[PartitionSpec]],
     ) -> Any:
-        """Runs `body` on one device's pieces: here if manual, else in a `shard_map`, jitted if eager.
+        """Runs `body` on one device's pieces: here if manual, else in a (jitted) `shard_map`.
 
         `name` identifies the body among eager calls, so that it is compiled once; None if it cannot
         be compared.
@@ -339,7 +337,7 @@ class _Core:
         params: PyTree | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, ShardedState]:
-        """optax's `update`: whole updates, and the new sharded state.
+        """Optax's `update`: whole updates, and the new sharded state.
 
         Args:
           updates: gradients. In `shard_map` and `pmap` local ones, still to be reduced over `axis`
@@ -378,7 +376,7 @@ class _Core:
             layout,
             [
                 self._grad_aval(leaf, g, m, context)
-                for leaf, g, m in zip(layout.params, grad_leaves, layout.masters, strict=True)
+                for leaf, g, m in zip(layout.grads, grad_leaves, layout.grad_masters, strict=True)
             ],
             extra_args,
             with_params=param_leaves is not None,
@@ -395,7 +393,9 @@ class _Core:
         master_specs = [leaf.spec(replicas) for leaf in layout.master_leaves()]
         grad_specs = [
             checks.grad_spec(spec, arrival, self.options)
-            for spec, arrival in zip(logical, arrivals, strict=True)
+            for spec, arrival in zip(
+                (leaf.logical_spec() for leaf in layout.grads), arrivals, strict=True
+            )
         ]
         name = ("run", id(step), tuple(arrivals), apply) if step.reusable else None
         out, new_inner, new_masters = self._call(
@@ -439,7 +439,9 @@ class _Core:
         _, masters = _stored(state)
         leaves = tuple(layout.master_leaves())
         whole = iter(self._unshard(context, layout, leaves, masters))
-        return layout.params_def.unflatten([None if m is None else next(whole) for m in layout.masters])
+        return layout.params_def.unflatten(
+            [None if m is None else next(whole) for m in layout.masters]
+        )
 
     def _unshard(
         self, context: Context, layout: Layout, leaves: Sequence[Leaf], stored: Sequence[Any]
@@ -468,7 +470,10 @@ class _Core:
             ("shard", layout),
             lambda xs, ms: (runner.shard(layout.state, xs), runner.shard(kept, ms)),
             [whole, masters],
-            [[leaf.logical_spec() for leaf in layout.state], [leaf.logical_spec() for leaf in kept]],
+            [
+                [leaf.logical_spec() for leaf in layout.state],
+                [leaf.logical_spec() for leaf in kept],
+            ],
             [
                 [leaf.spec(layout.replicas) for leaf in layout.state],
                 [leaf.spec(layout.replicas) for leaf in kept],
@@ -550,9 +555,7 @@ def _mapped(
 
 
 def _global_aval(aval: Aval, tiles: Any, context: Context) -> Aval:
-    shape = tuple(
-        n * context.replicas.size(t) for n, t in zip(aval.shape, tiles, strict=True)
-    )
+    shape = tuple(n * context.replicas.size(t) for n, t in zip(aval.shape, tiles, strict=True))
     return Aval(shape, aval.dtype)
 
 
@@ -566,4 +569,3 @@ def _state(layout: Layout, inner: Sequence[Any], masters: Sequence[Any]) -> Shar
     rest = iter(masters)
     tree = layout.params_def.unflatten([None if m is None else next(rest) for m in layout.masters])
     return ShardedState(layout.state_def.unflatten(inner), tree, layout)
-

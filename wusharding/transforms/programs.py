@@ -19,7 +19,7 @@ from wusharding.analysis.plan import Plan, make_plan
 from wusharding.analysis.propagate import Propagation
 from wusharding.analysis.schedule import Problem, Schedule
 from wusharding.errors import StateMismatchError, UnsupportedOptimizerError
-from wusharding.jaxprs import Aval, Program, prune, trace
+from wusharding.jaxprs import Aval, Program, is_extended, prune, trace
 from wusharding.transforms.context import is_tracer
 
 
@@ -52,12 +52,20 @@ class ParamInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """An update ready to run; `reusable` unless it holds functions or values of one caller."""
+    """An update ready to run.
+
+    Args:
+      update: the traced program.
+      schedule: its steps on one device.
+      reusable: it holds no functions or values of one caller.
+    """
 
     update: Update
     schedule: Schedule
-    problems: tuple[Problem, ...]
     reusable: bool
+
+
+_MAX_TURNS = 3
 
 
 class Programs:
@@ -82,17 +90,13 @@ class Programs:
         """How weights and state are stored; the same object for the same question."""
         key = (params, replicas, target)
         if key not in self._layouts:
-            layout, update = self._build_layout(params, replicas, target)
-            self._layouts[key] = layout
-            self._updates[layout] = update
+            self._layouts[key] = self._build_layout(params, replicas, target)
         return self._layouts[key]
 
     def plan(self, layout: Layout, *, reduced: bool) -> Plan:
         """What was decided, for people: from the update as it was traced for the layout."""
         schedule, problems = self._decided(layout, self._updates[layout])
-        return make_plan(
-            layout, schedule, problems, self.options.bucket_bytes, reduced=reduced
-        )
+        return make_plan(layout, schedule, problems, self.options.bucket_bytes, reduced=reduced)
 
     def _decided(self, layout: Layout, update: Update) -> tuple[Schedule, list[Problem]]:
         params = [leaf.placement for leaf in layout.params]
@@ -101,15 +105,49 @@ class Programs:
         propagation = propagate(update, shared, params, dict(enumerate(state)))
         return schedule(update, propagation, params, state)
 
-    def _build_layout(
-        self, params: ParamInfo, replicas: Replicas, target: Target
-    ) -> tuple[Layout, Update]:
+    def _build_layout(self, params: ParamInfo, replicas: Replicas, target: Target) -> Layout:
+        """The layout of weights and state, in the form that the state keeps from step to step."""
         options = self.options
         masters = tuple(_master_dtype(a.dtype, options.master_dtype) for a in params.avals)
         avals = [Aval(a.shape, m or a.dtype) for a, m in zip(params.avals, masters, strict=True)]
         _, state = self._trace_init(params.treedef, avals)
-        state_paths, state_structs, state_def = flatten_with_paths(state)
-        update = self._trace_for_layout(params, avals, state_structs, state_def, replicas)
+        grads_def, grads_of = _grads_tree(params.treedef)
+
+        def layout_of(
+            leaves: Sequence[Placement], tree: Any, placements: Sequence[Placement] | None
+        ) -> Layout:
+            paths, structs, state_def = flatten_with_paths(tree)
+            found = [Aval(tuple(s.shape), s.dtype) for s in structs]
+            return Layout(
+                replicas,
+                self._leaves(params.paths, params.avals, leaves, replicas, target),
+                self._leaves(
+                    paths,
+                    found,
+                    placements or [replicated(len(a.shape)) for a in found],
+                    replicas,
+                    target,
+                ),
+                params.treedef,
+                state_def,
+                masters,
+                grads_def,
+                grads_of,
+            )
+
+        plain = [Placement(t) for t in params.tiles]
+        final = state
+        for _ in range(_MAX_TURNS):
+            update, after = self._trace_for_layout(layout_of(plain, final, None))
+            if _same_structs(final, after):
+                break
+            final = after
+        else:
+            raise UnsupportedOptimizerError(
+                f"the optimizer's state takes a new form at every step, still after {_MAX_TURNS} "
+                "of "
+                f"them: {jax.tree.structure(final)}"
+            )
         found = assign(
             update,
             avals,
@@ -119,15 +157,22 @@ class Programs:
             choice=options.formats,
             min_shard_elems=options.min_shard_elems,
         )
-        leaves = tuple(
-            Leaf(path, aval.shape, aval.dtype, p, lanes_of(p, aval.shape, target), self._why(aval, p, replicas))
-            for path, aval, p in zip(params.paths, params.avals, found.params, strict=True)
+        layout = layout_of(found.params, final, found.state)
+        self._updates[layout] = update
+        return layout
+
+    def _leaves(
+        self,
+        paths: Sequence[str],
+        avals: Sequence[Aval],
+        placements: Sequence[Placement],
+        replicas: Replicas,
+        target: Target,
+    ) -> tuple[Leaf, ...]:
+        return tuple(
+            Leaf(path, a.shape, a.dtype, p, lanes_of(p, a.shape, target), self._why(a, p, replicas))
+            for path, a, p in zip(paths, avals, placements, strict=True)
         )
-        stored = tuple(
-            Leaf(path, tuple(s.shape), s.dtype, p, lanes_of(p, tuple(s.shape), target), self._why(Aval(tuple(s.shape), s.dtype), p, replicas))
-            for path, s, p in zip(state_paths, state_structs, found.state, strict=True)
-        )
-        return Layout(replicas, leaves, stored, params.treedef, state_def, masters), update
 
     def _why(self, aval: Aval, placement: Placement, replicas: Replicas) -> str:
         """The reason why an array is not split, or nothing."""
@@ -135,7 +180,7 @@ class Programs:
             return ""
         if replicas.num_shards == 1:
             return "the axes to shard over have size 1"
-        if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+        if is_extended(aval.dtype):
             return "a PRNG key is not data to split"
         if aval.size < 2:
             return "has fewer than 2 elements"
@@ -143,45 +188,37 @@ class Programs:
             return f"smaller than min_shard_elems={self.options.min_shard_elems}"
         return f"only used whole, and smaller than {MIN_ORPHAN_ELEMS} elements"
 
-    def _trace_init(self, treedef: Any, avals: Sequence[Aval]) -> tuple[Program, Any]:
+    def _trace_init(
+        self, treedef: Any, avals: Sequence[Aval], layout: Layout | None = None
+    ) -> tuple[Program, Any]:
+        """The wrapped `init`, as it is or, with a layout, in the form that the state then keeps."""
+
         def run(leaves: list[Any]) -> Any:
-            return self.optimizer.init(treedef.unflatten(leaves))
+            state = self.optimizer.init(treedef.unflatten(leaves))
+            return state if layout is None else _in_final_form(state, layout)
 
         try:
             return trace(run, _structs(avals))
         except Exception as e:
             raise UnsupportedOptimizerError(
-                f"the optimizer's init could not be traced at global shapes: {type(e).__name__}: {e}"
+                f"the optimizer's init could not be traced at global shapes: {type(e).__name__}: "
+                f"{e}"
             ) from e
 
-    def _trace_for_layout(
-        self,
-        params: ParamInfo,
-        avals: Sequence[Aval],
-        state: Sequence[Any],
-        state_def: Any,
-        replicas: Replicas,
-    ) -> Update:
-        """Traces the update before its real extra arguments are known."""
-        layout = Layout(
-            replicas,
-            tuple(
-                Leaf(path, a.shape, a.dtype, Placement(t))
-                for path, a, t in zip(params.paths, avals, params.tiles, strict=True)
-            ),
-            tuple(Leaf("", tuple(s.shape), s.dtype, replicated(len(s.shape))) for s in state),
-            params.treedef,
-            state_def,
-            (None,) * len(avals),
-        )
-        grads = avals
+    def _trace_for_layout(self, layout: Layout) -> tuple[Update, Any]:
+        """Traces the update before its real extra arguments are known; also the new state."""
+        grads = [
+            Aval(leaf.shape, m or leaf.dtype)
+            for leaf, m in zip(layout.grads, layout.grad_masters, strict=True)
+        ]
         if self.options.per_example:
-            grads = [Aval((replicas.num_replicas, *a.shape), a.dtype) for a in avals]
-        tries = [self.options.extra_args] if self.options.extra_args is not None else _guesses(layout)
+            grads = [Aval((layout.replicas.num_replicas, *a.shape), a.dtype) for a in grads]
+        given = self.options.extra_args
+        tries = [dict(given)] if given is not None else _guesses(layout)
         errors = []
         for extra in tries:
             try:
-                return self._trace_update(layout, grads, extra or {}, True, False)
+                return self._trace_update(layout, grads, extra, with_params=True, apply=False)
             except StateMismatchError:
                 raise
             except Exception as e:
@@ -202,7 +239,7 @@ class Programs:
                 Aval(leaf.shape, m or leaf.dtype)
                 for leaf, m in zip(layout.params, layout.masters, strict=True)
             ]
-            program, _ = self._trace_init(layout.params_def, avals)
+            program, _ = self._trace_init(layout.params_def, avals, layout)
             propagation = Propagation(program, layout.replicas)
             params = [leaf.placement for leaf in layout.params]
             state = [leaf.placement for leaf in layout.state]
@@ -241,10 +278,13 @@ class Programs:
             key = (layout, tuple(grads), avals, tuple(static), extra_def, with_params, apply)
             if key in self._steps:
                 return self._steps[key]
-        update = self._trace_update(layout, grads, extra, with_params, apply)
-        steps, problems = self._decided(layout, update)
+        update, new_state = self._trace_update(
+            layout, grads, extra, with_params=with_params, apply=apply
+        )
+        self._check_state(layout, new_state)
+        steps, _ = self._decided(layout, update)
         reusable = key is not None and not any(map(is_tracer, update.program.consts.values()))
-        step = Step(update, steps, tuple(problems), reusable)
+        step = Step(update, steps, reusable)
         if reusable:
             self._steps[key] = step
         return step
@@ -254,9 +294,10 @@ class Programs:
         layout: Layout,
         grads: Sequence[Aval],
         extra: Mapping[str, Any],
+        *,
         with_params: bool,
         apply: bool,
-    ) -> Update:
+    ) -> tuple[Update, Any]:
         arrays, static, extra_def = split_extra(extra)
         params = [
             Aval(leaf.shape, m or leaf.dtype)
@@ -268,48 +309,90 @@ class Programs:
             tree = layout.params_def.unflatten(params) if params is not None else None
             kwargs = merge_extra(arrays, static, extra_def)
             updates, after = self.optimizer.update(
-                layout.params_def.unflatten(grads), layout.state_def.unflatten(state), tree, **kwargs
+                layout.grads_def.unflatten(grads), layout.state_def.unflatten(state), tree, **kwargs
             )
-            self._check_trees(layout, updates, after)
-            flat = layout.params_def.flatten_up_to(updates)
+            flat = self._check_updates(layout, updates)
             out = [
-                _applied(p, u) if n else u
+                optax.apply_updates(p, u) if n else u
                 for p, u, n in zip(params or flat, flat, new, strict=True)
             ]
-            return out, jax.tree.leaves(after)
+            return out, after
 
         state = [leaf.aval for leaf in layout.state]
         given = _structs(params) if with_params else None
         program, (_, after) = trace(run, _structs(grads), _structs(state), given, arrays)
-        self._check_state(layout, after)
         axes = layout.replicas.reduce_axes if self.options.per_example else ()
-        return Update(prune(program), len(params), len(state), with_params, axes)
+        update = Update(prune(program), layout.grads_of, len(params), len(state), with_params, axes)
+        return update, after
 
-    def _check_trees(self, layout: Layout, updates: Any, state: Any) -> None:
+    def _check_updates(self, layout: Layout, updates: Any) -> list[Any]:
         if jax.tree.structure(updates) != layout.params_def:
             raise StateMismatchError(
-                f"the wrapped optimizer returned updates of another tree than its gradients: "
+                f"the wrapped optimizer returned updates of another tree than the parameters: "
                 f"{jax.tree.structure(updates)}, expected {layout.params_def}"
             )
-        if jax.tree.structure(state) != layout.state_def:
+        flat = jax.tree.leaves(updates)
+        for leaf, update in zip(layout.params, flat, strict=True):
+            if tuple(update.shape) != leaf.shape:
+                raise StateMismatchError(
+                    f"params{leaf.path}: the wrapped optimizer returned an update of shape "
+                    f"{list(update.shape)} for a parameter of shape {list(leaf.shape)}."
+                )
+        return flat
+
+    def _check_state(self, layout: Layout, after: Any) -> None:
+        if jax.tree.structure(after) != layout.state_def:
             raise StateMismatchError(
-                f"the wrapped optimizer changed the tree of its state: {jax.tree.structure(state)}, "
+                "the wrapped optimizer changed the tree of its state: "
+                f"{jax.tree.structure(after)}, "
                 f"expected {layout.state_def}"
             )
-
-    def _check_state(self, layout: Layout, after: Sequence[Any]) -> None:
-        for leaf, new in zip(layout.state, after, strict=True):
+        for leaf, new in zip(layout.state, jax.tree.leaves(after), strict=True):
             if tuple(new.shape) != leaf.shape or new.dtype != leaf.dtype:
                 raise StateMismatchError(
                     f"state{leaf.path}: the wrapped optimizer changed it from {leaf.dtype}"
-                    f"{list(leaf.shape)} to {new.dtype}{list(new.shape)}. A state must keep its "
-                    f"shapes and dtypes from step to step (with low-precision gradients, give the "
-                    f"optimizer an accumulator dtype, or use master_dtype=jnp.float32)."
+                    f"{list(leaf.shape)} to {new.dtype}{list(new.shape)}, with gradients of "
+                    "another "
+                    f"dtype than the parameters'. Cast the gradients, or give the optimizer an "
+                    f"accumulator dtype, or use master_dtype=jnp.float32."
                 )
 
 
-def _applied(param: Any, update: Any) -> Any:
-    return optax.apply_updates(param, update)
+def _in_final_form(state: Any, layout: Layout) -> Any:
+    """The state of `init` in the tree that it has after a step.
+
+    Some optimizers (`optax.monitor`) add arrays to their state in the first step, without reading
+    any before; they are zero here from the start, so that the state keeps its tree.
+    """
+    if jax.tree.structure(state) == layout.state_def:
+        leaves = jax.tree.leaves(state)
+        return [
+            jnp.asarray(x).astype(leaf.dtype) for x, leaf in zip(leaves, layout.state, strict=True)
+        ]
+    paths, leaves, _ = flatten_with_paths(state)
+    known = dict(zip(paths, leaves, strict=True))
+    return [
+        jnp.asarray(known[leaf.path]).astype(leaf.dtype)
+        if leaf.path in known
+        else jnp.zeros(leaf.shape, leaf.dtype)
+        for leaf in layout.state
+    ]
+
+
+def _same_structs(a: Any, b: Any) -> bool:
+    if jax.tree.structure(a) != jax.tree.structure(b):
+        return False
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(x.shape == y.shape and x.dtype == y.dtype for x, y in pairs)
+
+
+def _grads_tree(params_def: Any) -> tuple[Any, tuple[int, ...]]:
+    """The tree of the gradients, and the parameter that each of them is for."""
+    numbered = params_def.unflatten(range(params_def.num_leaves))
+    if isinstance(numbered, optax.LookaheadParams):
+        numbered = numbered.fast
+    leaves, treedef = jax.tree.flatten(numbered)
+    return treedef, tuple(leaves)
 
 
 def _master_dtype(dtype: Any, master: Any) -> Any:
@@ -324,15 +407,18 @@ def _structs(avals: Sequence[Aval]) -> list[jax.ShapeDtypeStruct]:
 
 def _guesses(layout: Layout) -> list[dict[str, Any]]:
     """Extra arguments that optax's own optimizers ask for, tried in turn."""
-    params = layout.params_def.unflatten(_structs([leaf.aval for leaf in layout.params]))
+    grads = layout.grads_def.unflatten(_structs([leaf.aval for leaf in layout.grads]))
 
     def value_fn(tree: Any, *args: Any, **kwargs: Any) -> Any:
         return sum(jnp.sum(jnp.real(x)).astype(jnp.float32) for x in jax.tree.leaves(tree))
 
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     value = {"value": scalar}
-    search: dict[str, Callable[..., Any] | Any] = {"grad": params, "value_fn": value_fn}
-    return [{}, value, {**value, **search}, {"obj_fn": value_fn}, {**value, **search, "obj_fn": value_fn}]
+    search: dict[str, Callable[..., Any] | Any] = {"grad": grads, "value_fn": value_fn}
+    sharpness = {"grad_fn": lambda tree, *args: tree}
+    objective = {"obj_fn": value_fn}
+    everything = {**value, **search, **objective, **sharpness}
+    return [{}, value, {**value, **search}, objective, sharpness, everything]
 
 
 # ----------------------------------------------------------------------------- extra arguments
@@ -348,6 +434,7 @@ def split_extra(extra: Mapping[str, Any]) -> tuple[list[Any], list[Any], Any]:
 
 
 def merge_extra(arrays: Sequence[Any], static: Sequence[Any], joined: Any) -> dict[str, Any]:
+    """The extra arguments that `split_extra` took apart."""
     treedef, marks = joined
     remaining = iter(arrays)
     return treedef.unflatten(

@@ -66,7 +66,7 @@ class Runner:
             out[i] = x
         return out
 
-    # ------------------------------------------------------------------------------------- the steps
+    # ----------------------------------------------------------------------------------- the steps
 
     def init(self, schedule: Schedule, params: Sequence[jax.Array]) -> tuple[list[Any], list[Any]]:
         """Stored state and masters for weights `params`."""
@@ -79,7 +79,9 @@ class Runner:
                 masters.append(self._store(leaf, shard))
             local.append(shard)
         outs = self.interpreter.run(schedule, local)
-        return [self._store(leaf, x) for leaf, x in zip(self.layout.state, outs, strict=True)], masters
+        return [
+            self._store(leaf, x) for leaf, x in zip(self.layout.state, outs, strict=True)
+        ], masters
 
     def update(
         self,
@@ -111,7 +113,10 @@ class Runner:
         layout = self.layout
         mine = self._arrived(grads, arrivals)
         stored = iter(masters)
-        held = [self._load(leaf, next(stored)) if m is not None else None for leaf, m in zip(layout.params, layout.masters, strict=True)]
+        held = [
+            self._load(leaf, next(stored)) if m is not None else None
+            for leaf, m in zip(layout.params, layout.masters, strict=True)
+        ]
         local: list[Any] = [*mine]
         local += [self._load(leaf, s) for leaf, s in zip(layout.state, state, strict=True)]
         if step.update.has_params:
@@ -138,7 +143,7 @@ class Runner:
             return list(grads)  # reduced where the program sums over examples
         out: list[Any] = [None] * len(grads)
         scatter, reduce = list[int](), list[int]()
-        for i, (leaf, arrival) in enumerate(zip(layout.params, arrivals, strict=True)):
+        for i, (leaf, arrival) in enumerate(zip(layout.grads, arrivals, strict=True)):
             if arrival == "reduced":
                 out[i] = self._take(leaf, grads[i])
             elif leaf.placement.span is None:
@@ -146,14 +151,14 @@ class Runner:
             else:
                 scatter.append(i)
         rest = tuple(a for a in options.reduce_axes if a not in options.shard_axes)
-        formats = [f for i in scatter if (f := self._format(layout.params[i])) is not None]
+        formats = [f for i in scatter if (f := self._format(layout.grads[i])) is not None]
         shards = self.collectives.reduce_scatter([grads[i] for i in scatter], formats)
         if rest:
             shards = self.collectives.all_reduce(shards, "sum", rest)
         whole = self.collectives.all_reduce([grads[i] for i in reduce], "sum", options.reduce_axes)
         for i, x in zip([*scatter, *reduce], [*shards, *whole], strict=True):
             out[i] = x
-        for i, (arrival, master) in enumerate(zip(arrivals, layout.masters, strict=True)):
+        for i, (arrival, master) in enumerate(zip(arrivals, layout.grad_masters, strict=True)):
             if master is not None:
                 out[i] = out[i].astype(master)
             if arrival == "local" and options.reduce == "mean":
@@ -174,7 +179,9 @@ class Runner:
             else d
             for d in kept
         ]
-        whole = self._gathered(layout.params, [x.astype(d) for x, d in zip(new, travel, strict=True)])
+        whole = self._gathered(
+            layout.params, [x.astype(d) for x, d in zip(new, travel, strict=True)]
+        )
         whole = [x.astype(d) for x, d in zip(whole, kept, strict=True)]
         if apply or not any(m is not None for m in layout.masters):
             return whole
@@ -197,4 +204,3 @@ class Runner:
             self._store(leaf, self._take(leaf, jnp.asarray(x)).astype(leaf.dtype))
             for leaf, x in zip(leaves, whole, strict=True)
         ]
-

@@ -1,4 +1,4 @@
-"""What each primitive does to dims, one file a family. Importing this package fills the registry."""
+"""What each primitive does to dims, one file a family. Importing it fills the registry."""
 
 from wusharding.analysis.rules import elementwise as elementwise
 from wusharding.analysis.rules import indexing as indexing

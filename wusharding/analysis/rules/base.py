@@ -98,8 +98,10 @@ def dims(*factors: int) -> DimFactors:
 
 
 def same_dims(ndim: int) -> DimFactors:
+    """Factor `d` for dim `d`."""
     return tuple((d,) for d in range(ndim))
 
 
 def sizes_of(aval: Aval) -> dict[int, int]:
+    """Sizes of the factors that `same_dims` names."""
     return dict(enumerate(aval.shape))

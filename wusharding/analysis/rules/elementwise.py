@@ -32,9 +32,7 @@ def _factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
         labels = tuple(full if a.shape else () for a in ins)
         return Factors(labels, (full,) * len(outs), sizes_of(outs[0]))
     sizes = sizes_of(outs[0])
-    return Factors(
-        tuple(_stretched(a, shape, sizes) for a in ins), (full,) * len(outs), sizes
-    )
+    return Factors(tuple(_stretched(a, shape, sizes) for a in ins), (full,) * len(outs), sizes)
 
 
 def _stretched(aval: Aval, shape: tuple[int, ...], sizes: dict[int, int]) -> DimFactors:
@@ -84,7 +82,10 @@ def _all_terms(op: Op, partial: tuple[int, ...]) -> bool:
     return len(partial) == len(op.ins)
 
 
-register("neg copy copy_p real imag", OpRule("elementwise", _factors, _localize, _reshape, linear=_always))
+register(
+    "neg copy copy_p real imag",
+    OpRule("elementwise", _factors, _localize, _reshape, linear=_always),
+)
 register(_SUMS, OpRule("elementwise", _factors, _localize, _reshape, linear=_all_terms))
 register("mul", OpRule("elementwise", _factors, _localize, _reshape, linear=_one_factor))
 register("div", OpRule("elementwise", _factors, _localize, _reshape, linear=_numerator))

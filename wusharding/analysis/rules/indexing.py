@@ -84,8 +84,8 @@ def _scatter_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
     labels: list[tuple[int, ...]] = []
     for d in range(len(updates.shape)):
         source = window.pop(0) if d in numbers.update_window_dims else None
-        same = source is not None and updates.shape[d] == operand.shape[source]
-        if same and source not in numbers.scatter_dims_to_operand_dims:
+        free = source is not None and source not in numbers.scatter_dims_to_operand_dims
+        if source is not None and free and updates.shape[d] == operand.shape[source]:
             blocked.discard(source)
             labels.append((source,))
         else:

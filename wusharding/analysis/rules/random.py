@@ -1,4 +1,4 @@
-"""Random bits: made whole on every replica from the same key, then sliced, so the noise is the same."""
+"""Random bits: made whole on every replica from the same key, then sliced: the same noise."""
 
 from __future__ import annotations
 

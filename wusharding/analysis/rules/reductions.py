@@ -22,7 +22,7 @@ def _reduce(reduction: Reduction | None) -> OpRule:
     def factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
         axes = frozenset(op.params["axes"])
         kept = tuple((d,) for d in range(len(ins[0].shape)) if d not in axes)
-        reduced = dict.fromkeys(axes, reduction) if reduction else {}
+        reduced: dict[int, Reduction] = dict.fromkeys(axes, reduction) if reduction else {}
         blocked = frozenset() if reduction else axes
         whole = tuple(same_dims(len(a.shape)) for a in ins)
         return Factors(whole, (kept,) * len(outs), sizes_of(ins[0]), reduced, blocked)

@@ -1,4 +1,4 @@
-"""Primitives that move dims: broadcast, reshape, transpose, slice, pad, concatenate and their like."""
+"""Primitives that move dims: broadcast, reshape, transpose, slice, pad, concatenate."""
 
 from __future__ import annotations
 
@@ -169,7 +169,9 @@ def _transpose_localize(op: Op, view: LocalView) -> dict[str, Any]:
 # -------------------------------------------------------------------------- dims kept whole or not
 
 
-def _kept(touched: Callable[[Op, tuple[int, ...]], set[int]], arrays: int = 1) -> Callable[..., Factors]:
+def _kept(
+    touched: Callable[[Op, tuple[int, ...]], set[int]], arrays: int = 1
+) -> Callable[..., Factors]:
     """Factors where the first `arrays` operands share dims; `touched` dims are blocked."""
 
     def factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
