@@ -258,7 +258,6 @@ class Case:
             arguments of `update`: the same on all replicas.
         per_example: Whether `update` takes gradients per example instead of their mean.
         loop: How the training loop treats the parameters.
-        refuse: Why it makes no sense on gradients that are reduced over replicas; None if it does.
     """
 
     name: str
@@ -271,7 +270,6 @@ class Case:
     extra_args: Callable[[int, Tree, Tree], dict[str, Any]] | None = None
     per_example: bool = False
     loop: Loop = Loop()
-    refuse: str | None = None
 
     @property
     def tolerance(self) -> float:
@@ -505,7 +503,7 @@ _TRANSFORMS: tuple[tuple[str, Kind, Callable[[], Any]], ...] = (
     ("identity", "elementwise", lambda: optax.identity()),
     ("normalize_by_update_norm", "norm", lambda: optax.normalize_by_update_norm(3.0)),
     ("scale", "elementwise", lambda: optax.scale(-_RATE)),
-    ("scale_by_adadelta", "elementwise", lambda: _descend(optax.scale_by_adadelta())),
+    ("scale_by_adadelta", "elementwise", lambda: optax.scale_by_adadelta()),
     ("scale_by_adam", "elementwise", lambda: optax.scale_by_adam(b2=0.9)),
     ("scale_by_adamax", "elementwise", lambda: optax.scale_by_adamax()),
     ("scale_by_adan", "elementwise", lambda: _descend(optax.scale_by_adan())),
@@ -692,11 +690,13 @@ def _second_order() -> list[Case]:
         _case(
             "contrib.hutchinson_estimator_diag_hessian",
             lambda: _descend(contrib.hutchinson_estimator_diag_hessian()),
+            "norm",
             extra_args=objective_arg,
         ),
         _case(
             "contrib.sophia",
             lambda: contrib.sophia(_RATE, gamma=0.5, update_interval=3, weight_decay=0.1),
+            "norm",
             extra_args=objective_arg,
         ),
     ]
@@ -723,12 +723,8 @@ def _sharpness_aware() -> list[Case]:
 def _private() -> list[Case]:
     """Aggregation of gradients per example."""
     contrib = optax.contrib
-    fields = {
-        "kind": "norm",
-        "per_example": True,
-        "refuse": "It clips the gradient of each example before it sums them; a mean over"
-        " replicas has no examples left, and its first axis would be taken for them.",
-    }
+    # A mean over replicas has no examples left to clip: gradients come as they are.
+    fields = {"kind": "norm", "per_example": True}
     return [
         _case(
             "contrib.differentially_private_aggregate",
@@ -1024,6 +1020,8 @@ _NAMESPACES = {
 
 def _builds(value: Any) -> bool:
     """Whether a value, or a class, has what makes a gradient transformation."""
+    if isinstance(value, type) and issubclass(value, optax.GradientTransformation):
+        return True  # its fields are not callable before it has an instance
     return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
 
 
@@ -1083,3 +1081,50 @@ def exported_constructors() -> dict[str, Any]:
     transformation by type but takes the place of one.
     """
     return {name: value for name, value in exported() if _is_constructor(value)}
+
+
+# What `exported` yields and the table has no case for, by reason.
+_EXCLUDED: dict[str, str] = {
+    "a schedule: a number for each step, which transformations take as an argument": """
+        optax.WrappedSchedule optax.constant_schedule optax.cosine_decay_schedule
+        optax.cosine_onecycle_schedule optax.exponential_decay optax.join_schedules
+        optax.linear_onecycle_schedule optax.linear_schedule optax.piecewise_constant_schedule
+        optax.piecewise_interpolate_schedule optax.polynomial_schedule optax.sgdr_schedule
+        optax.warmup_constant_schedule optax.warmup_cosine_decay_schedule
+        optax.warmup_exponential_decay_schedule""",
+    "a loss, or targets for one: it is differentiated before any optimizer runs": """
+        optax.convex_kl_divergence optax.cosine_distance optax.cosine_similarity optax.ctc_loss
+        optax.ctc_loss_with_forward_probs optax.generalized_kl_divergence optax.hinge_loss
+        optax.huber_loss optax.kl_divergence optax.l2_loss optax.log_cosh optax.ntxent
+        optax.safe_softmax_cross_entropy optax.sigmoid_binary_cross_entropy
+        optax.sigmoid_focal_loss optax.smooth_labels optax.softmax_cross_entropy
+        optax.softmax_cross_entropy_with_integer_labels optax.squared_error""",
+    "it makes new parameters from old ones and keeps no state": """
+        optax.apply_updates optax.incremental_update optax.periodic_update""",
+    "it reads parameters out of a state": "optax.contrib.schedule_free_eval_params",
+    "it maps a function over a state that is already there": "optax.tree_map_params",
+    "an init function, not a pair of them": "optax.init_empty_state",
+    "it computes with moments, counts or norms that transformations keep": """
+        optax.bias_correction optax.global_norm optax.safe_increment optax.safe_int32_increment
+        optax.safe_norm optax.safe_root_mean_squares optax.update_infinity_moment
+        optax.update_moment optax.update_moment_per_elem_norm optax.transforms.unitwise_clip
+        optax.transforms.unitwise_norm""",
+    "it clips a given batch of gradients and keeps no state": """
+        optax.per_example_global_norm_clip optax.per_example_layer_norm_clip""",
+    "a condition for `optax.MultiSteps`, whose cases use it": """
+        optax.skip_large_updates optax.skip_not_finite""",
+    "linear algebra on given matrices": """
+        optax.matrix_inverse_pth_root optax.nnls optax.power_iteration""",
+    "a probability distribution": "optax.multi_normal",
+    "it changes what differentiation or evaluation of a function does": """
+        optax.microbatch optax.scale_gradient optax.value_and_grad_from_state""",
+}
+
+EXCLUDED: dict[str, str] = {
+    name: reason for reason, names in _EXCLUDED.items() for name in names.split()
+}
+
+
+def resolve(name: str) -> Any:
+    """The object that a dotted name under `optax` stands for."""
+    return functools.reduce(getattr, name.split(".")[1:], optax)

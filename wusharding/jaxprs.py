@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -166,17 +167,15 @@ class _Builder:
     def atom(self, atom: Any, env: dict[Any, int]) -> int:
         if not isinstance(atom, jex.Literal):
             return env[atom]
-        try:
-            key = (
-                type(atom.val),
-                str(atom.aval),
-                getattr(atom.aval, "weak_type", False),
-                repr(atom.val),
-            )
-        except AttributeError:
-            return self.const(atom.val, atom.aval)
+        value = atom.val
+        if getattr(value, "shape", ()) != () or is_extended(atom.aval.dtype):
+            return self.const(value, atom.aval)
+        number = value if isinstance(value, bool | int | float) else value.item()
+        sign = math.copysign(1.0, number) if isinstance(number, float) else 1.0
+        weak = getattr(atom.aval, "weak_type", False)
+        key = (type(value), atom.aval.dtype, weak, number, sign)
         if key not in self._literals:
-            self._literals[key] = self.const(atom.val, atom.aval)
+            self._literals[key] = self.const(value, atom.aval)
         return self._literals[key]
 
     def inline(self, jaxpr: Any, env: dict[Any, int]) -> tuple[int, ...]:

@@ -53,9 +53,9 @@ def candidates(
             if family is None or (choice != "auto" and choice not in family):
                 continue
             chunk = -(-math.prod(tile[lo:hi]) // replicas.num_shards)
-            if target == "tpu" and (lo, hi) == (0, ndim):
+            if target == "tpu" and math.prod(tile[lo:hi]) == math.prod(tile):
                 chunk = _aligned(chunk)
-            span = Span(lo, hi, chunk)
+            span = Span(lo, hi, chunk).narrowed(shape)
             spans[span] = _cost(tile, span, replicas.num_shards, target)
     ranked = sorted(spans.items(), key=lambda item: (item[1], item[0].hi - item[0].lo, item[0].lo))
     return [(cost, Placement(tiles, span)) for span, cost in ranked]
@@ -64,7 +64,9 @@ def candidates(
 def lanes_of(placement: Placement, shape: tuple[int, ...], target: Target) -> int | None:
     """Rows x lanes storage for flattened leaves on TPU, where whole tiles fit a shard."""
     span = placement.span
-    if target != "tpu" or span is None or len(shape) < 2 or (span.lo, span.hi) != (0, len(shape)):
+    if target != "tpu" or span is None or len(shape) < 2:
+        return None
+    if math.prod(shape[span.lo : span.hi]) != math.prod(shape):
         return None
     return LANES if span.chunk % (SUBLANES * LANES) == 0 else None
 

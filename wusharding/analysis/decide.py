@@ -66,7 +66,7 @@ def flat_placement(shape: tuple[int, ...], replicas: Replicas) -> Placement:
     if not shape or size == 0:
         return replicated(len(shape))
     chunk = -(-size // replicas.num_shards)
-    return Placement(((),) * len(shape), Span(0, len(shape), chunk))
+    return Placement(((),) * len(shape), Span(0, len(shape), chunk).narrowed(shape))
 
 
 def decide(
@@ -144,6 +144,8 @@ class _Decider:
         return self._placed(v, want, "the output is stored otherwise"), want
 
     def _op(self, k: int, op: Op) -> None:
+        if self.propagation.uniform[k] and self._uniform(op):
+            return
         rule, factors = RULES.get(op.name), self.propagation.factors[k]
         ins = list(op.ins)
         if rule is None or factors is None:
@@ -161,13 +163,35 @@ class _Decider:
             ins = [self._left_job(v) for v in ins]
         fit = self._fit(k, op, rule, factors, ins)
         if fit is not None:
-            self._compute(op, rule, factors, fit, ins)
+            self._compute(op, rule, fit, ins, uniform=self.propagation.uniform[k])
         elif all(self.values[v].placement.is_replicated for v in ins):
             self._replicated(op, ins)
         elif rule.matrix or self.feeds_matrix.issuperset(op.outs):
             self._own(op, ins)
         else:
             self._whole(op, ins, "needs the whole of a split dim")
+
+    def _uniform(self, op: Op) -> bool:
+        """The common case at once: an elementwise operation on operands that are split alike."""
+        placement, depth, leaf = None, 0, -1
+        for v in op.ins:
+            value = self.values[v]
+            if value.partial is not None or value.job >= 0:
+                return False
+            depth = max(depth, value.depth)
+            if not self.avals[v].shape:
+                continue
+            leaf = max(leaf, value.leaf)
+            if placement is None:
+                placement = value.placement
+            elif placement != value.placement:
+                return False
+        if placement is None or placement.span is None:
+            return False
+        for out in op.outs:
+            self.values[out] = Value(placement, depth=depth, leaf=leaf)
+        self.steps.append(Compute(op, op.ins, op.outs))
+        return True
 
     # ------------------------------------------------------------------------- running on pieces
 
@@ -270,7 +294,7 @@ class _Decider:
         largest = max(self.avals[v].size for v in ins)
         return size * self.replicas.num_shards > max(largest, self.replicas.num_shards)
 
-    def _compute(self, op: Op, rule: OpRule, factors: Factors, fit: Fit, ins: list[int]) -> None:
+    def _compute(self, op: Op, rule: OpRule, fit: Fit, ins: list[int], *, uniform: bool) -> None:
         why = f"{op.name} splits it otherwise"
         moved = tuple(self._placed(v, p, why, op) for v, p in zip(ins, fit.ins, strict=True))
         depth = max((self.values[v].depth for v in moved), default=0)
@@ -281,7 +305,7 @@ class _Decider:
             )
         masks = self._masks(ins, fit) if fit.masked else ()
         view = None
-        if rule.localize is not None and not self._is_uniform(op, rule):
+        if rule.localize is not None and not uniform:
             view = LocalView(
                 tuple(p.local_dims() for p in fit.ins),
                 tuple(p.local_dims() for p in fit.outs),
@@ -295,13 +319,6 @@ class _Decider:
                 ),
             )
         self.steps.append(Compute(op, moved, op.outs, view, masks))
-
-    def _is_uniform(self, op: Op, rule: OpRule) -> bool:
-        """An elementwise operation whose operands all have the result's shape, or none."""
-        shape = self.avals[op.outs[0]].shape
-        return rule.family == "elementwise" and all(
-            self.avals[v].shape == shape or not self.avals[v].shape for v in op.ins
-        )
 
     def _masks(self, ins: Sequence[int], fit: Fit) -> tuple[Mask, ...]:
         assert fit.partial is not None

@@ -44,6 +44,15 @@ class Span:
     hi: int
     chunk: int
 
+    def narrowed(self, shape: tuple[int, ...]) -> Span:
+        """The same split without dims of length 1 at its ends: one name for equal splits."""
+        lo, hi = self.lo, self.hi
+        while hi - lo > 1 and shape[lo] == 1:
+            lo += 1
+        while hi - lo > 1 and shape[hi - 1] == 1:
+            hi -= 1
+        return Span(lo, hi, self.chunk)
+
 
 Tiles = tuple[tuple[str, ...], ...]
 

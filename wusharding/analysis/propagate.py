@@ -9,7 +9,7 @@ Source: sharding propagation in GSPMD (arXiv 2105.04663), with one split instead
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from wusharding.analysis.fit import ABSENT, span_for, split_of
 from wusharding.analysis.placement import Placement, Replicas, Span
@@ -29,6 +29,29 @@ def factors_of(program: Program, op: Op) -> Factors | None:
     return rule.factors(op, [avals[i] for i in op.ins], [avals[i] for i in op.outs])
 
 
+def is_uniform(program: Program, op: Op) -> bool:
+    """An elementwise operation whose operands and results all have one shape, or rank 0."""
+    rule = RULES.get(op.name)
+    if rule is None or rule.family != "elementwise":
+        return False
+    avals = program.avals
+    shape = avals[op.outs[0]].shape
+    return bool(shape) and all(avals[v].shape in (shape, ()) for v in op.ins)
+
+
+class Labels:
+    """The labels of each operation of a program, made when first asked for."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._found: dict[int, Factors | None] = {}
+
+    def __getitem__(self, k: int) -> Factors | None:
+        if k not in self._found:
+            self._found[k] = factors_of(self._program, self._program.ops[k])
+        return self._found[k]
+
+
 class Propagation:
     """Hints for the values of a program and of its control-flow bodies.
 
@@ -45,7 +68,8 @@ class Propagation:
         self.replicas = replicas
         self.ties = tuple(ties)
         self.hints: Hints = {}
-        self.factors = [factors_of(program, op) for op in program.ops]
+        self.uniform = [is_uniform(program, op) for op in program.ops]
+        self.factors = Labels(program)
         self.bodies: dict[int, tuple[Propagation, ...]] = {}
         for k, op in enumerate(program.ops):
             if op.subs:
@@ -58,7 +82,8 @@ class Propagation:
     def fresh(self, ties: Iterable[tuple[int, int]] = ()) -> Propagation:
         """The same program with no hints; the labels of its operations are shared."""
         other = object.__new__(Propagation)
-        other.program, other.replicas, other.factors = self.program, self.replicas, self.factors
+        other.program, other.replicas = self.program, self.replicas
+        other.uniform, other.factors = self.uniform, self.factors
         other.ties = tuple(ties) or self.ties
         other.hints = {}
         other.bodies = {k: tuple(b.fresh() for b in bs) for k, bs in self.bodies.items()}
@@ -102,6 +127,8 @@ class Propagation:
         known = [v for v in values if v in hints]
         if not known or len(known) == len(values):
             return False
+        if self.uniform[k]:
+            return self._spread(values, hints[known[0]])
         factors = self.factors[k]
         if factors is None:
             return False
@@ -131,6 +158,15 @@ class Propagation:
                 changed = True
             elif split is None and any(tiled):
                 hints[value] = Placement(tiled)
+                changed = True
+        return changed
+
+    def _spread(self, values: Sequence[int], placement: Placement) -> bool:
+        """One placement for all values of an elementwise operation."""
+        changed = False
+        for v in values:
+            if v not in self.hints and self.program.avals[v].shape and v not in self.program.consts:
+                self.hints[v] = placement
                 changed = True
         return changed
 

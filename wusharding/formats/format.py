@@ -81,8 +81,8 @@ class Format:
 
     @property
     def is_flat(self) -> bool:
-        """All dims are merged into one."""
-        return self.lo == 0 and self.hi >= len(self.shape)
+        """All elements are in the merged dims."""
+        return self.merged_elems == math.prod(self.shape)
 
     @property
     def merged_elems(self) -> int:

@@ -364,19 +364,19 @@ def _in_final_form(state: Any, layout: Layout) -> Any:
     Some optimizers (`optax.monitor`) add arrays to their state in the first step, without reading
     any before; they are zero here from the start, so that the state keeps its tree.
     """
-    if jax.tree.structure(state) == layout.state_def:
-        leaves = jax.tree.leaves(state)
-        return [
-            jnp.asarray(x).astype(leaf.dtype) for x, leaf in zip(leaves, layout.state, strict=True)
-        ]
     paths, leaves, _ = flatten_with_paths(state)
     known = dict(zip(paths, leaves, strict=True))
     return [
-        jnp.asarray(known[leaf.path]).astype(leaf.dtype)
+        _as_dtype(known[leaf.path], leaf.dtype)
         if leaf.path in known
         else jnp.zeros(leaf.shape, leaf.dtype)
         for leaf in layout.state
     ]
+
+
+def _as_dtype(x: Any, dtype: Any) -> Any:
+    x = jnp.asarray(x)
+    return x if x.dtype == dtype else x.astype(dtype)
 
 
 def _same_structs(a: Any, b: Any) -> bool:

@@ -1,0 +1,184 @@
+import doctest
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import hlo
+
+ADD = """
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+"""
+GROUPS = "replica_groups={{0,1,2,3},{4,5,6,7}}"
+
+
+def module(body: str) -> str:
+    head = "HloModule m, is_scheduled=true, replica_count=2, num_partitions=4"
+    return f"{head}\n{ADD}\nENTRY %main (p: f32[8,3]) -> f32[] {{\n{body}\n}}\n"
+
+
+# What the operand is, the instruction, and (kind, dtype, operand bytes, result bytes, group size).
+FORMS = {
+    "plain": (
+        "f32[8,3]{1,0}",
+        f"%x = f32[2,3]{{1,0}} reduce-scatter(%p), channel_id=1, {GROUPS}, to_apply=%add",
+        ("reduce-scatter", "f32", 96, 24, 4),
+    ),
+    "operand with its type": (
+        "bf16[8,3]{1,0}",
+        f"ROOT %x = bf16[32,3]{{1,0}} all-gather(bf16[8,3]{{1,0}} %p), {GROUPS}, dimensions={{0}}",
+        ("all-gather", "bf16", 48, 192, 4),
+    ),
+    "tuple of several types": (
+        "f32[8,3]{1,0}",
+        "%x = (f32[8,3]{1,0}, s8[5]{0}) all-reduce(%p, s8[5]{0} %q), replica_groups={}",
+        ("all-reduce", "f32+s8", 101, 101, 8),
+    ),
+    "tuple with a comment": (
+        "f32[8,3]{1,0}",
+        "%x = (f32[8,3]{1,0}, /*index=1*/f32[8,3]{1,0}) all-to-all(%p, /*index=1*/%p), "
+        f"{GROUPS}",
+        ("all-to-all", "f32", 192, 192, 4),
+    ),
+    "tiled layout, groups by iota": (
+        "f32[8,3]{1,0:T(8,128)S(1)}",
+        "%x = f32[8,3]{1,0:T(8,128)S(1)} all-reduce(%p), replica_groups=[4,2]<=[2,4]T(1,0)",
+        ("all-reduce", "f32", 96, 96, 2),
+    ),
+    "all-reduce-start": (
+        "f32[8,3]{1,0}",
+        f"%x = f32[8,3]{{1,0}} all-reduce-start(%p), {GROUPS}, to_apply=%add",
+        ("all-reduce", "f32", 96, 96, 4),
+    ),
+    "all-reduce-start of two": (
+        "f32[8,3]{1,0}",
+        f"%x = (f32[8,3]{{1,0}}, f32[8,3]{{1,0}}) all-reduce-start(%p, %p), {GROUPS}",
+        ("all-reduce", "f32", 192, 192, 4),
+    ),
+    "all-gather-start": (
+        "f32[8,3]{1,0}",
+        f"%x = (f32[8,3]{{1,0}}, f32[32,3]{{1,0}}) all-gather-start(%p), {GROUPS}",
+        ("all-gather", "f32", 96, 384, 4),
+    ),
+    "reduce-scatter-start with its context": (
+        "f32[8,3]{1,0}",
+        f"%x = ((f32[8,3]{{1,0}}), f32[2,3]{{1,0}}, u32[]) reduce-scatter-start(%p), {GROUPS}",
+        ("reduce-scatter", "f32", 96, 24, 4),
+    ),
+    "collective-permute-start": (
+        "f32[8,3]{1,0}",
+        "%x = (f32[8,3]{1,0}, f32[8,3]{1,0}, u32[], u32[]) collective-permute-start(%p), "
+        "source_target_pairs={{0,1},{1,0}}",
+        ("collective-permute", "f32", 96, 96, 0),
+    ),
+    "no device count that is known": (
+        "f32[]",
+        "%x = f32[] all-reduce(%p), replica_groups=mesh['a'=2,'b'=4] {'a'}",
+        ("all-reduce", "f32", 4, 4, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(form):
+    operand, instruction, expected = FORMS[form]
+    found = hlo.collectives(module(f"  %p = {operand} parameter(0)\n  {instruction}"))
+    assert [(c.kind, c.dtype, c.operand_bytes, c.result_bytes, c.group_size) for c in found] == [
+        expected
+    ]
+    assert not found[0].in_loop
+
+
+NOT_COLLECTIVES = {
+    "the end of a pair": "%x = f32[8,3]{1,0} all-reduce-done(%p)",
+    "a name": "%all-reduce.7 = f32[8,3]{1,0} negate(%p)",
+    "an operand": "%x = f32[8,3]{1,0} negate(%all-gather), control-predecessors={%all-reduce}",
+    "metadata": '%x = f32[8,3]{1,0} negate(%p), metadata={op_name="f = g all-reduce(%p)"}',
+    "a scatter": "%x = f32[8,3]{1,0} scatter(%p, %i, %u), to_apply=%add",
+}
+
+
+@pytest.mark.parametrize("case", NOT_COLLECTIVES)
+def test_negative_control(case):
+    text = module(f"  %p = f32[8,3]{{1,0}} parameter(0)\n  {NOT_COLLECTIVES[case]}")
+    assert hlo.collectives(text) == []
+
+
+def test_async_computation_counts_once():
+    wrapped = """
+%wrapped (q: f32[8,3]) -> f32[2,3] {
+  %q = f32[8,3]{1,0} parameter(0)
+  ROOT %rs = f32[2,3]{1,0} reduce-scatter(%q), replica_groups={{0,1,2,3}}, to_apply=%add
+}
+"""
+    body = """  %p = f32[8,3]{1,0} parameter(0)
+  %s = ((f32[8,3]{1,0}), f32[2,3]{1,0}) async-start(%p), calls=%wrapped
+  ROOT %d = f32[2,3]{1,0} async-done(%s)"""
+    found = hlo.collectives(wrapped + module(body))
+    assert [(c.kind, c.result_bytes) for c in found] == [("reduce-scatter", 24)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "operand_bytes", "sent_bytes"),
+    [
+        ("all-reduce", 80, 120),
+        ("reduce-scatter", 80, 60),
+        ("all-gather", 20, 60),
+        ("all-to-all", 80, 60),
+        ("collective-permute", 80, 80),
+    ],
+)
+def test_sent_bytes(kind, operand_bytes, sent_bytes):
+    found = hlo.Collective(kind, "f32", operand_bytes, 0, "", 4, False)
+    assert found.sent_bytes == sent_bytes
+
+
+def test_sent_bytes_of_unknown_groups_is_not_guessed():
+    with pytest.raises(ValueError, match="all-reduce of 'mesh': unknown group size"):
+        _ = hlo.Collective("all-reduce", "f32", 8, 8, "mesh", 0, False).sent_bytes
+
+
+def compiled(fun, mesh, *shapes) -> str:
+    mapped = jax.shard_map(fun, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return jax.jit(mapped).lower(*args).compile().as_text()
+
+
+def test_compiled_program(mesh8_auto):
+    def fun(x):  # of shape (16, 5) on each device
+        part = jax.lax.psum_scatter(x, "data", tiled=True)
+        return jax.lax.all_gather(part**2, "data", tiled=True)
+
+    found = hlo.collectives(compiled(fun, mesh8_auto, (128, 5)))
+    assert [(c.kind, c.operand_bytes, c.result_bytes, c.sent_bytes) for c in found] == [
+        ("reduce-scatter", 320, 40, 280),
+        ("all-gather", 40, 320, 280),
+    ]
+    assert all(c.group_size == 8 and not c.in_loop for c in found)
+
+
+def test_compiled_loop(mesh8_auto):
+    def fun(x):
+        def body(_, c):
+            moved = jax.lax.ppermute(c, "data", [(i, (i + 1) % 8) for i in range(8)])
+            return jax.lax.pmax(moved, "data") + c
+
+        return jax.lax.fori_loop(0, 3, body, jax.lax.psum(x, "data"))
+
+    found = hlo.collectives(compiled(fun, mesh8_auto, (24, 5)))
+    assert sorted((c.kind, c.in_loop) for c in found) == [
+        ("all-reduce", False),
+        ("all-reduce", True),
+        ("collective-permute", True),
+    ]
+    assert {c.operand_bytes for c in found} == {60}
+
+
+def test_doctests():
+    failed, attempted = doctest.testmod(hlo)
+    assert attempted and not failed
