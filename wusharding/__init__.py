@@ -2,6 +2,7 @@
 
 from wusharding.analysis.plan import Plan as Plan
 from wusharding.errors import ContextError as ContextError
+from wusharding.errors import ReducedGradientsWarning as ReducedGradientsWarning
 from wusharding.errors import ReplicatedUpdateWarning as ReplicatedUpdateWarning
 from wusharding.errors import ReplicationError as ReplicationError
 from wusharding.errors import ShardingError as ShardingError

@@ -23,3 +23,7 @@ class ContextError(ShardingError, ValueError):
 
 class ReplicatedUpdateWarning(UserWarning):
     """Nothing will be sharded: every leaf of the state stays replicated."""
+
+
+class ReducedGradientsWarning(UserWarning):
+    """Gradients arrive already reduced where local ones were expected: no reduce-scatter."""

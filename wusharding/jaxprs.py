@@ -55,14 +55,17 @@ def itemsize(dtype: Any) -> int:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Op:
-    """One operation: `outs = primitive(*ins, **params)`, ids into the `Program` that holds it."""
+    """One operation: `outs = primitive(*ins, **params)`, ids into the `Program` that holds it.
+
+    `source_infos` tell where it came from: itself, then the calls that it was inlined from.
+    """
 
     primitive: Any
     params: dict[str, Any]
     ins: tuple[int, ...]
     outs: tuple[int, ...]
     subs: tuple[Program, ...]
-    source_info: Any
+    source_infos: tuple[Any, ...]
 
     @property
     def name(self) -> str:
@@ -71,7 +74,8 @@ class Op:
     @property
     def source(self) -> str:
         """The user's line that made this operation, `file.py:12 (function)`."""
-        text = source_info_util.summarize(self.source_info)
+        lines = map(source_info_util.summarize, self.source_infos)
+        text = next((line for line in lines if ":" in line), "unknown line")
         path, _, rest = text.partition(":")
         return f"{'/'.join(path.split('/')[-2:])}:{rest}" if rest else text
 
@@ -178,27 +182,30 @@ class _Builder:
             self._literals[key] = self.const(value, atom.aval)
         return self._literals[key]
 
-    def inline(self, jaxpr: Any, env: dict[Any, int]) -> tuple[int, ...]:
+    def inline(
+        self, jaxpr: Any, env: dict[Any, int], callers: tuple[Any, ...] = ()
+    ) -> tuple[int, ...]:
         for eqn in jaxpr.eqns:
+            sources = (eqn.source_info, *callers)
             ins = tuple(self.atom(a, env) for a in eqn.invars)
             sub = _INLINED.get(eqn.primitive.name)
             if sub is not None and sub in eqn.params:
-                outs = self._call(eqn.params[sub], ins)
+                outs = self._call(eqn.params[sub], ins, sources)
                 env.update(zip(eqn.outvars, outs, strict=True))
                 continue
             outs = tuple(self.new(v.aval, env, v) for v in eqn.outvars)
             subs = _bodies(eqn)
-            self.ops.append(Op(eqn.primitive, eqn.params, ins, outs, subs, eqn.source_info))
+            self.ops.append(Op(eqn.primitive, eqn.params, ins, outs, subs, sources))
         return tuple(self.atom(a, env) for a in jaxpr.outvars)
 
-    def _call(self, jaxpr: Any, ins: tuple[int, ...]) -> tuple[int, ...]:
+    def _call(self, jaxpr: Any, ins: tuple[int, ...], callers: tuple[Any, ...]) -> tuple[int, ...]:
         env: dict[Any, int] = {}
         if hasattr(jaxpr, "consts"):
             jaxpr, consts = jaxpr.jaxpr, jaxpr.consts
             for var, value in zip(jaxpr.constvars, consts, strict=True):
                 env[var] = self.const(value, var.aval)
         env.update(zip(jaxpr.invars, ins, strict=True))
-        return self.inline(jaxpr, env)
+        return self.inline(jaxpr, env, callers)
 
 
 def _bodies(eqn: Any) -> tuple[Program, ...]:

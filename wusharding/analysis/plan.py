@@ -15,6 +15,7 @@ from wusharding.analysis.schedule import (
     OwnedStage,
     Problem,
     Schedule,
+    row_widths,
     steps_of,
 )
 from wusharding.formats.buckets import fill_buckets
@@ -307,9 +308,10 @@ def _inner_traffic(schedule: Schedule, replicas: Replicas) -> list[Traffic]:
             total[0] += bool(found)
             total[1] += sum(m.aval.nbytes for m in found)
         if isinstance(step, OwnedStage):
-            exchange[0] += 2
-            items = [i for j in step.jobs for i in (*j.entries, *j.exits)]
-            exchange[1] += sum(i.aval.nbytes for i in items) // replicas.num_shards
+            for parcels in (step.entries(), step.exits()):
+                for dtype, width in row_widths(parcels, replicas).items():
+                    exchange[0] += 1
+                    exchange[1] += width * replicas.num_shards * Aval((), dtype).nbytes
     rows = []
     if sums[0]:
         rows.append(Traffic("all-reduce", "norms and other sums", sums[0], sums[1]))

@@ -8,10 +8,10 @@ the form that it needs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from wusharding.analysis.placement import Placement
+from wusharding.analysis.placement import Placement, Replicas
 from wusharding.analysis.rules import LocalView
 from wusharding.analysis.rules.base import Reduction
 from wusharding.jaxprs import Aval, Op, Program
@@ -92,6 +92,25 @@ class Exit(NamedTuple):
     placement: Placement
 
 
+Parcel = Entry | Exit
+
+
+def parcel_elems(parcel: Parcel, replicas: Replicas) -> int:
+    """Elements of a parcel that travel between its owner and each replica."""
+    fmt = parcel.placement.format(parcel.aval.shape, replicas)
+    return parcel.aval.size if fmt is None else fmt.shard_elems
+
+
+def row_widths(parcels: Mapping[int, Sequence[Parcel]], replicas: Replicas) -> dict[Any, int]:
+    """For each dtype the elements of a row of its all-to-all: what the busiest owner takes."""
+    widths: dict[Any, int] = {}
+    for owned in parcels.values():
+        for dtype in {p.aval.dtype for p in owned}:
+            size = sum(parcel_elems(p, replicas) for p in owned if p.aval.dtype == dtype)
+            widths[dtype] = max(widths.get(dtype, 0), size)
+    return widths
+
+
 @dataclasses.dataclass(slots=True)
 class Job:
     """Operations on whole matrices that one replica does for all."""
@@ -108,6 +127,21 @@ class OwnedStage:
     """Jobs that run at the same time, each on its owner, between two all-to-alls."""
 
     jobs: tuple[Job, ...]
+
+    def by_owner(self) -> dict[int, list[Job]]:
+        """The jobs of each owner."""
+        owners: dict[int, list[Job]] = {}
+        for job in self.jobs:
+            owners.setdefault(job.owner, []).append(job)
+        return owners
+
+    def entries(self) -> dict[int, list[Parcel]]:
+        """What each owner gets."""
+        return {o: [e for j in jobs for e in j.entries] for o, jobs in self.by_owner().items()}
+
+    def exits(self) -> dict[int, list[Parcel]]:
+        """What each owner gives back."""
+        return {o: [e for j in jobs for e in j.exits] for o, jobs in self.by_owner().items()}
 
 
 Step = Compute | Control | Communicate | Move | OwnedStage

@@ -18,6 +18,7 @@ from wusharding.analysis.layout import Layout, Leaf
 from wusharding.analysis.placement import Replicas, Tiles
 from wusharding.errors import (
     ContextError,
+    ReducedGradientsWarning,
     ReplicatedUpdateWarning,
     ReplicationError,
     StateMismatchError,
@@ -401,6 +402,16 @@ def arrivals(
                 f"over {sorted(varying)}. Pass reduce='mean' or 'sum'."
             )
         out.append("local" if varying else "reduced")
+    if reduce is not None and "local" not in out and out:
+        warnings.warn(
+            f"shard_updates: no gradient varies over {layout.replicas.reduce_axes}: they arrive "
+            "reduced, by an all-reduce where a reduce-scatter was possible. Differentiating with "
+            "respect to weights that do not vary makes JAX sum (not average) their gradients: "
+            "take gradients with respect to jax.lax.pcast(params, axis, to='varying'). If they "
+            "are meant to be reduced, say reduce=None.",
+            ReducedGradientsWarning,
+            stacklevel=5,
+        )
     return out
 
 

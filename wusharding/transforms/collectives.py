@@ -28,18 +28,21 @@ class Collectives:
     Args:
       replicas: the mesh axes.
       bucket_bytes: small arrays travel together in buffers of this many bytes per device.
+      shard_index: number of this device's shard, `i32[]`.
     """
 
     replicas: Replicas
     bucket_bytes: int
+    shard_index: jax.Array
+
+    @classmethod
+    def here(cls, replicas: Replicas, bucket_bytes: int) -> Collectives:
+        """The collectives of the device that this runs on."""
+        return cls(replicas, bucket_bytes, lax.axis_index(replicas.shard_axes))
 
     @property
     def axes(self) -> tuple[str, ...]:
         return self.replicas.shard_axes
-
-    def shard_index(self) -> jax.Array:
-        """This device's shard, `i32[]`."""
-        return lax.axis_index(self.axes)
 
     # ------------------------------------------------------------------- one leaf, no communication
 
@@ -54,7 +57,7 @@ class Collectives:
         fmt = Format(
             x.shape, after.span.lo, after.span.hi, self.replicas.num_shards, after.span.chunk
         )
-        return fmt.shard_of(x, self.shard_index())
+        return fmt.shard_of(x, self.shard_index)
 
     # --------------------------------------------------------------------------------- collectives
 

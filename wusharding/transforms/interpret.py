@@ -20,7 +20,6 @@ from wusharding.analysis.schedule import (
     Communicate,
     Compute,
     Control,
-    Job,
     Mask,
     Move,
     OwnedStage,
@@ -119,7 +118,7 @@ class Interpreter:
 
     def _filled(self, x: jax.Array, mask: Mask) -> jax.Array:
         """Padding replaced by what changes nothing in the reduction, whatever it held."""
-        start = self.collectives.shard_index() * mask.chunk
+        start = self.collectives.shard_index * mask.chunk
         index = start + lax.broadcasted_iota(jnp.int32, x.shape, mask.dim)
         return jnp.where(index < mask.valid, x, neutral(mask.reduction, x.dtype))
 
@@ -174,15 +173,9 @@ class Interpreter:
 
     def _owned(self, stage: OwnedStage, env: dict[int, Any]) -> None:
         """All-to-all to the owners, each job on its owner only, all-to-all back."""
-        jobs: dict[int, list[Job]] = {}
-        for job in stage.jobs:
-            jobs.setdefault(job.owner, []).append(job)
-        there = Parcels.of(
-            {o: [e for j in js for e in j.entries] for o, js in jobs.items()}, self.replicas
-        )
-        back = Parcels.of(
-            {o: [e for j in js for e in j.exits] for o, js in jobs.items()}, self.replicas
-        )
+        jobs = stage.by_owner()
+        there = Parcels.of(stage.entries(), self.replicas)
+        back = Parcels.of(stage.exits(), self.replicas)
         shards = {e.source: env[e.source] for e in there.items()}
         received = self._exchanged(there.by_owner(shards))
 
@@ -204,7 +197,7 @@ class Interpreter:
         owners = sorted(jobs)
         branch = jnp.zeros((), jnp.int32)
         for k, owner in enumerate(owners):
-            branch = jnp.where(self.collectives.shard_index() == owner, k + 1, branch)
+            branch = jnp.where(self.collectives.shard_index == owner, k + 1, branch)
         done = lax.switch(branch, [idle, *(work(o) for o in owners)], self._varying(received))
         for item, x in back.cut(self._exchanged(done)):
             env[item.dest] = x if item.placement.span else self._agreed(x)
@@ -216,7 +209,7 @@ class Interpreter:
         """A value that is equal on every replica, for JAX's types too."""
         if not self.checked:
             return x
-        first = self.collectives.shard_index() == 0
+        first = self.collectives.shard_index == 0
         number = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
         axes = self.replicas.shard_axes
         return lax.psum(jnp.where(first, number, jnp.zeros_like(number)), axes).astype(x.dtype)

@@ -264,8 +264,9 @@ class _Core:
         checks.check_spec_known(context, self.options.reduce_axes, leaves)
         return [s if s is not None else _NO_SPEC for s in seen]
 
-    def runner(self, layout: Layout, context: Context) -> Runner:
-        return Runner(layout, self.options, context.checked)
+    def here(self, layout: Layout, context: Context) -> Runner:
+        """The runner of the device that this is traced for: called inside the body."""
+        return Runner.here(layout, self.options, checked=context.checked)
 
     # ---------------------------------------------------------------------------- calling contexts
 
@@ -313,12 +314,11 @@ class _Core:
         checks.check_replicated(context, layout, leaves)
         checks.warn_if_nothing_sharded(layout)
         schedule: Schedule = self.programs.init(layout)
-        runner = self.runner(layout, context)
         replicas = layout.replicas
         inner, masters = self._call(
             context,
             ("init", layout),
-            lambda p: runner.init(schedule, p),
+            lambda p: self.here(layout, context).init(schedule, p),
             [leaves],
             [[leaf.logical_spec() for leaf in layout.params]],
             [
@@ -382,10 +382,10 @@ class _Core:
             with_params=param_leaves is not None,
             apply=apply,
         )
-        runner = self.runner(layout, context)
 
         def body(g: Any, s: Any, m: Any, p: Any, e: Any) -> Any:
             whole = p if param_leaves is not None else None
+            runner = self.here(layout, context)
             return runner.update(step, g, arrivals, s, m, whole, e, apply=apply)
 
         logical = [leaf.logical_spec() for leaf in layout.params]
@@ -446,11 +446,10 @@ class _Core:
     def _unshard(
         self, context: Context, layout: Layout, leaves: Sequence[Leaf], stored: Sequence[Any]
     ) -> list[Any]:
-        runner = self.runner(layout, context)
         (whole,) = self._call(
             context,
             ("unshard", layout, tuple(leaves)),
-            lambda xs: (runner.unshard(leaves, xs),),
+            lambda xs: (self.here(layout, context).unshard(leaves, xs),),
             [stored],
             [[leaf.spec(layout.replicas) for leaf in leaves]],
             [[leaf.logical_spec() for leaf in leaves]],
@@ -464,11 +463,15 @@ class _Core:
         whole = checks.check_inner(inner, layout, context)
         masters = checks.check_masters(master, layout, leaves)
         kept = tuple(layout.master_leaves())
-        runner = self.runner(layout, context)
+
+        def body(whole: Any, masters: Any) -> Any:
+            runner = self.here(layout, context)
+            return runner.shard(layout.state, whole), runner.shard(kept, masters)
+
         stored, stored_masters = self._call(
             context,
             ("shard", layout),
-            lambda xs, ms: (runner.shard(layout.state, xs), runner.shard(kept, ms)),
+            body,
             [whole, masters],
             [
                 [leaf.logical_spec() for leaf in layout.state],

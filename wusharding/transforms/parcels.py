@@ -14,11 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from wusharding.analysis.placement import Replicas
-from wusharding.analysis.schedule import Entry, Exit
+from wusharding.analysis.schedule import Parcel, parcel_elems, row_widths
 from wusharding.formats import Format
 from wusharding.transforms.collectives import by_shard, from_shards
-
-Item = Entry | Exit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,27 +29,24 @@ class Parcels:
       replicas: the mesh axes.
     """
 
-    slots: Mapping[int, Sequence[tuple[Item, int]]]
+    slots: Mapping[int, Sequence[tuple[Parcel, int]]]
     widths: Mapping[Any, int]
     replicas: Replicas
 
     @classmethod
-    def of(cls, items: Mapping[int, Sequence[Item]], replicas: Replicas) -> Parcels:
+    def of(cls, items: Mapping[int, Sequence[Parcel]], replicas: Replicas) -> Parcels:
         """Lays out the items of each owner."""
-        widths: dict[Any, int] = {}
-        slots: dict[int, list[tuple[Item, int]]] = {}
+        slots: dict[int, list[tuple[Parcel, int]]] = {}
         for owner, owned in items.items():
             at: dict[Any, int] = {}
             slots[owner] = []
             for item in owned:
                 dtype = item.aval.dtype
                 slots[owner].append((item, at.get(dtype, 0)))
-                at[dtype] = at.get(dtype, 0) + _elems(item, replicas)
-            for dtype, end in at.items():
-                widths[dtype] = max(widths.get(dtype, 0), end)
-        return cls(slots, widths, replicas)
+                at[dtype] = at.get(dtype, 0) + parcel_elems(item, replicas)
+        return cls(slots, row_widths(items, replicas), replicas)
 
-    def items(self) -> Iterator[Item]:
+    def items(self) -> Iterator[Parcel]:
         """All items, owner by owner."""
         for slots in self.slots.values():
             yield from (item for item, _ in slots)
@@ -99,23 +94,19 @@ class Parcels:
             out[dtype] = _padded(columns, width, dtype, 1, n)
         return out
 
-    def cut(self, received: Mapping[Any, jax.Array]) -> Iterator[tuple[Item, jax.Array]]:
+    def cut(self, received: Mapping[Any, jax.Array]) -> Iterator[tuple[Parcel, jax.Array]]:
         """This replica's piece of every item, from the rows that the owners sent."""
         for owner, slots in self.slots.items():
             for item, at in slots:
                 row = received[item.aval.dtype][owner]
                 shape = item.placement.local_shape(item.aval.shape, self.replicas)
-                yield item, row[at : at + _elems(item, self.replicas)].reshape(shape)
+                yield item, row[at : at + parcel_elems(item, self.replicas)].reshape(shape)
 
 
-def _format(item: Item, replicas: Replicas) -> Format:
+def _format(item: Parcel, replicas: Replicas) -> Format:
     fmt = item.placement.format(item.aval.shape, replicas)
     assert fmt is not None
     return fmt
-
-
-def _elems(item: Item, replicas: Replicas) -> int:
-    return item.aval.size if item.placement.span is None else _format(item, replicas).shard_elems
 
 
 def _padded(

@@ -29,15 +29,14 @@ class Runner:
 
     layout: Layout
     options: Options
-    checked: bool
+    collectives: Collectives
+    interpreter: Interpreter
 
-    @property
-    def collectives(self) -> Collectives:
-        return Collectives(self.layout.replicas, self.options.bucket_bytes)
-
-    @property
-    def interpreter(self) -> Interpreter:
-        return Interpreter(self.collectives, self.checked)
+    @classmethod
+    def here(cls, layout: Layout, options: Options, *, checked: bool) -> Runner:
+        """The runner of the device that this runs on."""
+        collectives = Collectives.here(layout.replicas, options.bucket_bytes)
+        return cls(layout, options, collectives, Interpreter(collectives, checked))
 
     # ------------------------------------------------------------------------- stored <-> computing
 

@@ -1,0 +1,1 @@
+"""Parameter sets of well-known models, as shapes."""

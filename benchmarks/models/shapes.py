@@ -1,0 +1,69 @@
+"""Shapes of the parameters of models that the literature measures sharding on.
+
+The trees hold `jax.ShapeDtypeStruct`s, so a plan can be made without any memory.
+"""
+
+import jax
+import jax.numpy as jnp
+
+Shapes = dict[str, jax.ShapeDtypeStruct]
+
+_STAGES = ((3, 64), (4, 128), (6, 256), (3, 512))  # blocks and width of ResNet-50's stages
+_EXPANSION = 4
+
+
+def _array(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def resnet50(classes: int = 1000) -> Shapes:
+    """ResNet-50 version 1.5: convolutions as height, width, in, out; batch norm scales and biases.
+
+    >>> sum(x.size for x in resnet50().values())
+    25557032
+    """
+    params = {"stem/kernel": _array(7, 7, 3, 64), **_batch_norm("stem", 64)}
+    channels = 64
+    for stage, (blocks, width) in enumerate(_STAGES):
+        for block in range(blocks):
+            name = f"stage{stage}/block{block}"
+            out = _EXPANSION * width
+            convs = [(1, channels, width), (3, width, width), (1, width, out)]
+            for i, (size, a, b) in enumerate(convs):
+                params[f"{name}/conv{i}/kernel"] = _array(size, size, a, b)
+                params |= _batch_norm(f"{name}/conv{i}", b)
+            if block == 0:
+                params[f"{name}/shortcut/kernel"] = _array(1, 1, channels, out)
+                params |= _batch_norm(f"{name}/shortcut", out)
+            channels = out
+    return params | {"head/kernel": _array(channels, classes), "head/bias": _array(classes)}
+
+
+def _batch_norm(name: str, width: int) -> Shapes:
+    return {f"{name}/scale": _array(width), f"{name}/bias": _array(width)}
+
+
+def transformer_big(
+    layers: int = 6, width: int = 1024, hidden: int = 4096, vocabulary: int = 33_708
+) -> Shapes:
+    """The big Transformer: encoder and decoder of `layers` each, one shared embedding.
+
+    >>> sum(x.size for x in transformer_big().values())
+    210800640
+    """
+    params = {"embedding": _array(vocabulary, width)}
+    for i in range(layers):
+        for side, attentions in (("encoder", 1), ("decoder", 2)):
+            name = f"{side}{i}"
+            for a in range(attentions):
+                for matrix in ("query", "key", "value", "out"):
+                    params[f"{name}/attention{a}/{matrix}"] = _array(width, width)
+                params |= _batch_norm(f"{name}/norm{a}", width)
+            params |= {
+                f"{name}/mlp/up/kernel": _array(width, hidden),
+                f"{name}/mlp/up/bias": _array(hidden),
+                f"{name}/mlp/down/kernel": _array(hidden, width),
+                f"{name}/mlp/down/bias": _array(width),
+            }
+            params |= _batch_norm(f"{name}/norm", width)
+    return params
