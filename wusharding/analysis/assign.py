@@ -7,13 +7,13 @@ format made operations gather moves on to its next candidate. State follows by p
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from wusharding.analysis.choose import FormatChoice, Target, candidates
 from wusharding.analysis.decide import decide, flat_placement
 from wusharding.analysis.placement import Placement, Replicas, Tiles, replicated
 from wusharding.analysis.propagate import Propagation
-from wusharding.analysis.schedule import Problem, Schedule
+from wusharding.analysis.schedule import OwnedStage, Problem, Schedule, steps_of
 from wusharding.jaxprs import Aval, Program
 
 MIN_ORPHAN_ELEMS = 1024  # of state that nothing splits: smaller ones are not worth a gather
@@ -66,11 +66,11 @@ class Update:
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """Placements of weights and state, and what the update could not do on pieces."""
+    """Placements of weights and state, and the bytes of each weight that moved for them."""
 
     params: tuple[Placement, ...]
     state: tuple[Placement, ...]
-    problems: tuple[Problem, ...]
+    moved_bytes: Mapping[int, int]
 
 
 def assign(
@@ -106,13 +106,10 @@ def assign(
     while True:
         chosen = [o[k][1] for o, k in zip(options, trial, strict=True)]
         result = _evaluate(update, propagation, chosen, min_shard_elems)
-        moved: dict[int, float] = {}
-        for problem in result.problems:
-            if problem.leaf >= 0:
-                moved[problem.leaf] = moved.get(problem.leaf, 0.0) + problem.moved_bytes
+        moved = result.moved_bytes
         again = False
         for i, aval in enumerate(params):
-            cost = options[i][trial[i]][0] + _GATHER_PENALTY * moved.get(i, 0.0) / max(
+            cost = options[i][trial[i]][0] + _GATHER_PENALTY * moved.get(i, 0) / max(
                 aval.nbytes, 1
             )
             best[i] = min(best[i], (cost, trial[i]))
@@ -130,7 +127,7 @@ def assign(
 def _evaluate(
     update: Update, shared: Propagation, params: Sequence[Placement], min_shard_elems: int
 ) -> Assignment:
-    """The state's placements that follow from the weights', and the problems that they meet."""
+    """The state's placements that follow from the weights', and what moves for them."""
     propagation = propagate(update, shared, params, {})
     state = []
     orphans = False
@@ -145,8 +142,19 @@ def _evaluate(
         state.append(hint or replicated(len(aval.shape)))
     if orphans:
         propagation = propagate(update, shared, params, dict(enumerate(state)))
-    _, problems = schedule(update, propagation, params, state)
-    return Assignment(tuple(params), tuple(state), tuple(problems))
+    steps, problems = schedule(update, propagation, params, state)
+    return Assignment(tuple(params), tuple(state), _moved_bytes(steps, problems))
+
+
+def _moved_bytes(steps: Schedule, problems: Sequence[Problem]) -> dict[int, int]:
+    """Bytes that were gathered, or sent to an owner, for each weight."""
+    moved: dict[int, int] = {}
+    for problem in problems:
+        moved[problem.leaf] = moved.get(problem.leaf, 0) + problem.moved_bytes
+    for step in steps_of(steps):
+        for entry in step.all_entries() if isinstance(step, OwnedStage) else ():
+            moved[entry.leaf] = moved.get(entry.leaf, 0) + entry.aval.nbytes
+    return moved
 
 
 def propagate(

@@ -528,7 +528,7 @@ class _Decider:
         if key not in self.entered:
             dest = self._fresh(v, Value(replicated(len(self.avals[v].shape)), job=job, depth=depth))
             self.entered[key] = dest
-            self.jobs[job].entries.append(Entry(v, dest, self.avals[v], value.placement))
+            self.jobs[job].entries.append(Entry(v, dest, self.avals[v], value.placement, value.leaf))
         return self.entered[key]
 
     def _left_job(self, v: int) -> int:

@@ -181,7 +181,8 @@ def make_plan(
         reduced_hint=(
             "gradients arrive reduced: each device slices its share, without a collective"
             if reduced
-            else "gradients that arrive reduced are sliced instead, without a reduce-scatter"
+            else "gradients that arrive reduced (in a global view on an auto mesh, always) are "
+            "sliced instead, without a reduce-scatter"
         ),
     )
 

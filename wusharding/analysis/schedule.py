@@ -75,12 +75,16 @@ class Communicate:
 
 
 class Entry(NamedTuple):
-    """A split value that an owner needs whole, and what it is called there."""
+    """A split value that an owner needs whole, and what it is called there.
+
+    `leaf` is the parameter that it comes from, or -1.
+    """
 
     source: int
     dest: int
     aval: Aval
     placement: Placement
+    leaf: int
 
 
 class Exit(NamedTuple):
@@ -134,6 +138,10 @@ class OwnedStage:
         for job in self.jobs:
             owners.setdefault(job.owner, []).append(job)
         return owners
+
+    def all_entries(self) -> list[Entry]:
+        """What all owners get."""
+        return [e for job in self.jobs for e in job.entries]
 
     def entries(self) -> dict[int, list[Parcel]]:
         """What each owner gets."""

@@ -109,6 +109,8 @@ class Interpreter:
             rule = RULES[step.op.name]
             assert rule.localize is not None
             params = rule.localize(step.op, step.view)
+            if rule.operands is not None:
+                args = [args[i] for i in rule.operands(step.op, step.view)]
             if rule.reshape is not None:
                 shapes = rule.reshape(step.op, step.view)
                 args = [

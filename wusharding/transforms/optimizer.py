@@ -527,8 +527,7 @@ class _Core:
         """See `ShardedOptimizer.plan`."""
         context = self.context()
         layout, _ = self.layout(params, context)
-        reduced = self.options.reduce is None or not (context.manual or context.explicit)
-        return self.programs.plan(layout, reduced=reduced)
+        return self.programs.plan(layout, reduced=self.options.reduce is None)
 
 
 def _mapped(

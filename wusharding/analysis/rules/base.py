@@ -52,6 +52,7 @@ class LocalView(NamedTuple):
 FactorsFn = Callable[[Op, list[Aval], list[Aval]], Factors]
 LocalizeFn = Callable[[Op, LocalView], dict[str, Any]]
 ReshapeFn = Callable[[Op, LocalView], tuple[tuple[int, ...] | None, ...]]
+OperandsFn = Callable[[Op, LocalView], tuple[int, ...]]
 LinearFn = Callable[[Op, tuple[int, ...]], bool]
 
 
@@ -65,6 +66,7 @@ class OpRule:
       localize: rewrites the parameters for local shapes; None where they name no shape or dim.
       reshape: for each operand the shape to give it before, or None: dims of length 1 that do not
         fit the local result.
+      operands: which operands the local operation takes, where merged dims make some superfluous.
       merged_dims: whether it also works on operands whose split dims were merged into one.
       linear: given the operands that hold partial sums, whether applying the operation to the
         parts and adding up gives the same as adding up first. None means never.
@@ -76,25 +78,39 @@ class OpRule:
     factors: FactorsFn
     localize: LocalizeFn | None = None
     reshape: ReshapeFn | None = None
+    operands: OperandsFn | None = None
     merged_dims: bool = True
     linear: LinearFn | None = None
     matrix: bool = False
 
 
 RULES: dict[str, OpRule] = {}
+_NOT_ONE = 2
 
 
 def register(names: str | Iterable[str], rule: OpRule) -> None:
     """Adds `rule` for each primitive of `names`, a string of names between spaces."""
+    rule = dataclasses.replace(rule, factors=_apart(rule.factors))
     for name in names.split() if isinstance(names, str) else names:
         if name in RULES:
             raise ValueError(f"primitive {name!r} has a rule already")
         RULES[name] = rule
 
 
-def dims(*factors: int) -> DimFactors:
-    """One factor a dim: `dims(0, 1)` labels two dims with factors 0 and 1."""
-    return tuple((f,) for f in factors)
+def _apart(factors: FactorsFn) -> FactorsFn:
+    """Keeps blocked dims of length 1 apart from their neighbours.
+
+    A split passes over factors of size 1, so that `[5, 1, 7]` may be split as `[35]` is. But an
+    operation along the middle dim could not be told then which dim it runs along: such a factor is
+    given another size, by which no split passes over it.
+    """
+
+    def labels(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
+        found = factors(op, ins, outs)
+        thin = {f: _NOT_ONE for f in found.blocked if found.sizes[f] == 1}
+        return found._replace(sizes={**found.sizes, **thin}) if thin else found
+
+    return labels
 
 
 def same_dims(ndim: int) -> DimFactors:

@@ -16,13 +16,12 @@ from wusharding.analysis.rules.base import (
 from wusharding.jaxprs import Aval, Op
 
 _SUMS = "add sub add_any"
-_UNARY = """abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz conj cos cosh
+_UNARY = """abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz cos cosh
     digamma erf erf_inv erfc exp exp2 expm1 floor integer_pow is_finite lgamma log log1p logistic
-    not population_count reduce_precision round rsqrt sign sin sinh sqrt square stop_gradient tan
-    tanh bitcast_convert_type optimization_barrier erfcinv name"""
+    not population_count reduce_precision round rsqrt sign sin sinh sqrt square tan tanh"""
 _NARY = """and atan2 clamp complex eq eq_to ge gt igamma igamma_grad_a igammac le le_to lt lt_to
-    max min ne nextafter or polygamma pow random_gamma_grad regularized_incomplete_beta rem
-    select_n select_and_add shift_left shift_right_arithmetic shift_right_logical xor zeta"""
+    max min mulhi ne nextafter or polygamma pow regularized_incomplete_beta rem select_n shift_left
+    shift_right_arithmetic shift_right_logical xor zeta"""
 
 
 def _factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
@@ -83,7 +82,7 @@ def _all_terms(op: Op, partial: tuple[int, ...]) -> bool:
 
 
 register(
-    "neg copy copy_p real imag",
+    "neg copy real imag conj stop_gradient name",
     OpRule("elementwise", _factors, _localize, _reshape, linear=_always),
 )
 register(_SUMS, OpRule("elementwise", _factors, _localize, _reshape, linear=_all_terms))

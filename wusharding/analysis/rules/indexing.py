@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from wusharding.analysis.rules.base import Factors, LocalView, OpRule, register, sizes_of
+from wusharding.analysis.rules.base import (
+    Factors,
+    LocalView,
+    OpRule,
+    register,
+    same_dims,
+    sizes_of,
+)
 from wusharding.analysis.rules.shapes import same_free
 from wusharding.jaxprs import Aval, Op
 
@@ -41,20 +49,34 @@ def _dynamic_update_slice_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> 
 
 
 def _gather_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
+    """Window dims that are taken whole pass, and so do batch dims: those of the indices.
+
+    Dims of length 1 pass only with others of their kind, since they may be merged with others.
+    """
     numbers, slices = op.params["dimension_numbers"], op.params["slice_sizes"]
     sizes = sizes_of(ins[0])
     blocked = set(sizes)
-    indices = same_free(ins[1], sizes)
+    whole = same_dims(len(ins[0].shape))
+    indices = list(same_free(ins[1], sizes))
+    blocked.update(indices[-1])
+    batching = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    for d, e in batching:
+        indices[e] = whole[d]
+    windows = len(numbers.offset_dims)
+    batch = list(indices[:-1])
+    for label in batch:
+        longer = sizes[label[0]] > 1
+        (blocked.difference_update if longer or not windows else blocked.update)(label)
     gone = set(numbers.collapsed_slice_dims) | set(numbers.operand_batching_dims)
     window = [d for d in range(len(ins[0].shape)) if d not in gone]
-    batch = list(indices[:-1])
     out: list[tuple[int, ...]] = []
     for d in range(len(outs[0].shape)):
         if d not in numbers.offset_dims:
             out.append(batch.pop(0))
             continue
         source = window.pop(0)
-        if slices[source] == ins[0].shape[source] and source not in numbers.start_index_map:
+        taken_whole = slices[source] == ins[0].shape[source]
+        if taken_whole and source not in numbers.start_index_map and slices[source] > 1:
             blocked.discard(source)
             out.append((source,))
         else:
@@ -62,30 +84,64 @@ def _gather_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
             sizes[fresh] = slices[source]
             blocked.add(fresh)
             out.append((fresh,))
-    blocked |= {f for label in indices for f in label}
-    whole = tuple((d,) for d in range(len(ins[0].shape)))
-    return Factors((whole, indices), (tuple(out),), sizes, {}, frozenset(blocked))
+    return Factors((whole, tuple(indices)), (tuple(out),), sizes, {}, frozenset(blocked))
+
+
+def _local(dims: tuple[int, ...], where: tuple[int, ...]) -> tuple[int, ...]:
+    """The local dims that `dims` have become; merged ones are named once."""
+    return tuple(dict.fromkeys(where[d] for d in dims))
 
 
 def _gather_localize(op: Op, view: LocalView) -> dict[str, Any]:
-    # Only a dim that is taken whole can be split, and then its slice is the local piece of it.
-    sizes = zip(op.params["slice_sizes"], view.in_shapes[0], strict=True)
-    return op.params | {"slice_sizes": tuple(min(n, local) for n, local in sizes)}
+    numbers = op.params["dimension_numbers"]
+    operand, indices = view.in_dims
+    (out,) = view.out_dims
+
+    slices = list(view.in_shapes[0])
+    for d, n in enumerate(op.params["slice_sizes"]):
+        if operand.count(operand[d]) == 1:  # merged dims are taken whole
+            slices[operand[d]] = min(n, slices[operand[d]])
+    return op.params | {
+        "dimension_numbers": numbers._replace(
+            offset_dims=_local(numbers.offset_dims, out),
+            collapsed_slice_dims=_local(numbers.collapsed_slice_dims, operand),
+            start_index_map=_local(numbers.start_index_map, operand),
+            operand_batching_dims=_local(numbers.operand_batching_dims, operand),
+            start_indices_batching_dims=_local(numbers.start_indices_batching_dims, indices),
+        ),
+        "slice_sizes": tuple(slices),
+        # Padding of the indices holds anything.
+        "indices_are_sorted": False,
+        "unique_indices": False,
+    }
 
 
 def _scatter_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
+    """Window dims that are written whole pass, and batch dims of the operand."""
     numbers = op.params["dimension_numbers"]
     operand, _, updates = ins
     sizes = sizes_of(operand)
     blocked = set(sizes)
-    indices = same_free(ins[1], sizes)
+    whole = same_dims(len(operand.shape))
+    indices = list(same_free(ins[1], sizes))
+    blocked.update(f for label in indices for f in label)
+    batching = zip(
+        numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True
+    )
+    for d, e in batching:
+        indices[e] = whole[d]
+        blocked.discard(d)
+    batch = list(indices[:-1])
     gone = set(numbers.inserted_window_dims) | set(numbers.operand_batching_dims)
     window = [d for d in range(len(operand.shape)) if d not in gone]
     labels: list[tuple[int, ...]] = []
     for d in range(len(updates.shape)):
-        source = window.pop(0) if d in numbers.update_window_dims else None
-        free = source is not None and source not in numbers.scatter_dims_to_operand_dims
-        if source is not None and free and updates.shape[d] == operand.shape[source]:
+        if d not in numbers.update_window_dims:
+            labels.append(batch.pop(0))
+            continue
+        source = window.pop(0)
+        same = updates.shape[d] == operand.shape[source]
+        if same and source not in numbers.scatter_dims_to_operand_dims:
             blocked.discard(source)
             labels.append((source,))
         else:
@@ -93,22 +149,53 @@ def _scatter_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
             sizes[fresh] = updates.shape[d]
             blocked.add(fresh)
             labels.append((fresh,))
-    blocked |= {f for label in indices for f in label}
-    whole = tuple((d,) for d in range(len(operand.shape)))
-    return Factors((whole, indices, tuple(labels)), (whole,), sizes, {}, frozenset(blocked))
+    return Factors(
+        (whole, tuple(indices), tuple(labels)), (whole,), sizes, {}, frozenset(blocked)
+    )
+
+
+def _scatter_localize(op: Op, view: LocalView) -> dict[str, Any]:
+    numbers = op.params["dimension_numbers"]
+    operand, indices, updates = view.in_dims
+    return op.params | {
+        "dimension_numbers": numbers._replace(
+            update_window_dims=_local(numbers.update_window_dims, updates),
+            inserted_window_dims=_local(numbers.inserted_window_dims, operand),
+            scatter_dims_to_operand_dims=_local(numbers.scatter_dims_to_operand_dims, operand),
+            operand_batching_dims=_local(numbers.operand_batching_dims, operand),
+            scatter_indices_batching_dims=_local(numbers.scatter_indices_batching_dims, indices),
+        ),
+        # Padding of the indices holds anything.
+        "indices_are_sorted": False,
+        "unique_indices": False,
+    }
+
+
+def _starts(first: int) -> Callable[[Op, LocalView], tuple[int, ...]]:
+    """One start index for each local dim: those of merged dims, taken whole, are all zero."""
+
+    def operands(op: Op, view: LocalView) -> tuple[int, ...]:
+        where = view.in_dims[0]
+        starts = tuple(first + where.index(local) for local in dict.fromkeys(where))
+        return (*range(first), *starts)
+
+    return operands
+
+
+def _same_params(op: Op, view: LocalView) -> dict[str, Any]:
+    return op.params
 
 
 register(
     "dynamic_slice",
-    OpRule("indexing", _dynamic_slice_factors, _dynamic_slice_localize, merged_dims=False),
+    OpRule("indexing", _dynamic_slice_factors, _dynamic_slice_localize, operands=_starts(1)),
 )
 register(
     "dynamic_update_slice",
-    OpRule("indexing", _dynamic_update_slice_factors, merged_dims=False),
+    OpRule("indexing", _dynamic_update_slice_factors, _same_params, operands=_starts(2)),
 )
-register("gather", OpRule("indexing", _gather_factors, _gather_localize, merged_dims=False))
+register("gather", OpRule("indexing", _gather_factors, _gather_localize))
 register(
-    "scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter_min scatter-max "
-    "scatter_max scatter-sub scatter_sub",
-    OpRule("indexing", _scatter_factors, merged_dims=False),
+    "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max",
+    OpRule("indexing", _scatter_factors, _scatter_localize),
 )

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from wusharding.analysis.rules.base import DimFactors, Factors, OpRule, register
+from wusharding.analysis.rules.base import (
+    DimFactors,
+    Factors,
+    FactorsFn,
+    OpRule,
+    register,
+    same_dims,
+)
+from wusharding.analysis.rules.shapes import same_free
 from wusharding.jaxprs import Aval, Op
 
 
@@ -57,26 +65,48 @@ def _conv_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
     return Factors((a, b), (c,), sizes, {}, frozenset(sizes) - free)
 
 
-def _matrix_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
-    """Leading batch dims pass, the last two dims of everything are needed whole."""
-    batch = ins[0].shape[:-2]
-    sizes = dict(enumerate(batch))
-    blocked: set[int] = set()
+def _batched(core_dims: int) -> FactorsFn:
+    """Leading dims pass; the last `core_dims` of the first operand, and all others, are blocked."""
 
-    def label(aval: Aval) -> DimFactors:
-        out: list[tuple[int, ...]] = []
-        for d, n in enumerate(aval.shape):
-            if d < len(batch) and n == batch[d]:
-                out.append((d,))
-                continue
-            fresh = len(sizes)
-            sizes[fresh] = n
-            blocked.add(fresh)
-            out.append((fresh,))
-        return tuple(out)
+    def factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
+        batch = ins[0].shape[: len(ins[0].shape) - core_dims]
+        sizes = dict(enumerate(batch))
+        blocked: set[int] = set()
 
-    a, b = tuple(label(x) for x in ins), tuple(label(x) for x in outs)
-    return Factors(a, b, sizes, {}, frozenset(blocked))
+        def label(aval: Aval) -> DimFactors:
+            own = same_free(Aval(aval.shape[len(batch) :], aval.dtype), sizes)
+            blocked.update(f for (f,) in own)
+            return same_dims(len(batch)) + own
+
+        a, b = tuple(label(x) for x in ins), tuple(label(x) for x in outs)
+        return Factors(a, b, sizes, {}, frozenset(blocked))
+
+    return factors
+
+
+def _solve(core_dims: int) -> FactorsFn:
+    """As `_batched`; right-hand sides, in the last operand, are solved for one by one."""
+
+    def factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
+        found = _batched(core_dims)(op, ins, outs)
+        free = -1 if op.params.get("left_side", True) else -2
+        out = list(found.outs[0])
+        out[free] = found.ins[-1][free]
+        blocked = found.blocked - set(out[free])
+        return found._replace(outs=(tuple(out),), blocked=blocked)
+
+    return factors
+
+
+def _unsplit(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
+    """Needs everything whole."""
+    sizes: dict[int, int] = {}
+    a, b = tuple(same_free(x, sizes) for x in ins), tuple(same_free(x, sizes) for x in outs)
+    return Factors(a, b, sizes, {}, frozenset(sizes))
+
+
+def _fft_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
+    return _batched(len(op.params["fft_lengths"]))(op, ins, outs)
 
 
 register(
@@ -85,6 +115,15 @@ register(
 )
 register("conv_general_dilated", OpRule("linalg", _conv_factors, merged_dims=False, matrix=True))
 register(
-    "cholesky eig eigh geqrf householder_product lu qr schur svd triangular_solve",
-    OpRule("linalg", _matrix_factors, merged_dims=False, matrix=True),
+    """cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur
+    svd symmetric_product tridiagonal""",
+    OpRule("linalg", _batched(2), merged_dims=False, matrix=True),
 )
+register("triangular_solve", OpRule("linalg", _solve(2), merged_dims=False, matrix=True))
+register("tridiagonal_solve", OpRule("linalg", _solve(1), merged_dims=False, matrix=True))
+register("lu_pivots_to_permutation", OpRule("linalg", _batched(1), merged_dims=False))
+register(
+    "custom_linear_solve ragged_dot_general",
+    OpRule("linalg", _unsplit, merged_dims=False, matrix=True),
+)
+register("fft", OpRule("linalg", _fft_factors, merged_dims=False))

@@ -1,7 +1,8 @@
-"""Primitives that move dims: broadcast, reshape, transpose, slice, pad, concatenate."""
+"""Primitives that move dims: broadcast, reshape, transpose, slice, pad, concatenate, stack."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -84,44 +85,49 @@ def _reshape_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
 
 
 def _regroup(a: tuple[int, ...], b: tuple[int, ...]) -> Factors:
-    """Factors common to two shapes of the same size, groups of dims that split no further alike."""
+    """Factors common to two shapes of the same size, such as 5, 3, 4 of `[5, 12]` and `[15, 4]`.
+
+    Dims are cut where dims of the other shape end; where that would cut one unevenly, as `[2, 6]`
+    and `[3, 4]` do, the dims from there to the next common end are blocked.
+    """
     sizes: dict[int, int] = {}
-    labels_a: list[tuple[int, ...]] = []
-    labels_b: list[tuple[int, ...]] = []
+    labels: tuple[list[tuple[int, ...]], ...] = ([], [])
     blocked: set[int] = set()
 
     def fresh(size: int) -> int:
         sizes[len(sizes)] = size
         return len(sizes) - 1
 
+    def block(side: list[tuple[int, ...]], shape: tuple[int, ...]) -> None:
+        own = [fresh(n) for n in shape]
+        side.extend((f,) for f in own)
+        blocked.update(own)
+
     if math.prod(a) == 0:
-        la = tuple((fresh(n),) for n in a)
-        lb = tuple((fresh(n),) for n in b)
-        return Factors((la,), (lb,), sizes, {}, frozenset(sizes))
+        block(labels[0], a)
+        block(labels[1], b)
+        return Factors((tuple(labels[0]),), (tuple(labels[1]),), sizes, {}, frozenset(blocked))
     i = j = 0
     while i < len(a) or j < len(b):
         i2, j2 = _group(a, b, i, j)
-        part_a, part_b = a[i:i2], b[j:j2]
-        if len(part_a) == 1 or len(part_b) == 1:
-            many = part_a if len(part_b) == 1 else part_b
-            factors = tuple(fresh(n) for n in many)
-            one, each = (factors,), tuple((f,) for f in factors)
-            if len(part_a) == 1 and len(part_b) == 1:
-                labels_a += each
-                labels_b += each
-            else:
-                labels_a += each if many is part_a else one
-                labels_b += one if many is part_a else each
-        elif not part_a or not part_b:
-            labels_a += [(fresh(n),) for n in part_a]
-            labels_b += [(fresh(n),) for n in part_b]
-        else:  # e.g. (2, 6) -> (3, 4): only as one merged run
-            group = fresh(math.prod(part_a))
-            labels_a += [(group,)] + [()] * (len(part_a) - 1)
-            labels_b += [(group,)] + [()] * (len(part_b) - 1)
-            blocked.add(group)
+        parts = (a[i:i2], b[j:j2])
         i, j = i2, j2
-    return Factors((tuple(labels_a),), (tuple(labels_b),), sizes, {}, frozenset(blocked))
+        cuts = sorted({1, *_strides(parts[0]), *_strides(parts[1])}, reverse=True)
+        if any(m % n for m, n in itertools.pairwise(cuts)):
+            for side, part in zip(labels, parts, strict=True):
+                block(side, part)
+            continue
+        between = {(m, n): fresh(m // n) for m, n in itertools.pairwise(cuts)}
+        for side, part in zip(labels, parts, strict=True):
+            for outer, n in zip(_strides(part), part, strict=True):
+                inner = outer // n
+                side.append(tuple(f for (m, k), f in between.items() if outer >= m and k >= inner))
+    return Factors((tuple(labels[0]),), (tuple(labels[1]),), sizes, {}, frozenset(blocked))
+
+
+def _strides(part: tuple[int, ...]) -> list[int]:
+    """Of each dim, the elements that it spans, those within it included."""
+    return [math.prod(part[d:]) for d in range(len(part))]
 
 
 def _group(a: tuple[int, ...], b: tuple[int, ...], i: int, j: int) -> tuple[int, int]:
@@ -161,9 +167,28 @@ def _transpose_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
     return Factors((same_dims(len(out)),), (out,), sizes_of(ins[0]))
 
 
+def _transpose_order(op: Op, view: LocalView) -> list[int]:
+    """For each local dim of the result, the first dim of the operand that it holds.
+
+    The first of merged dims is longer than 1; others may be 1 and merged on one side only, and lie
+    anywhere.
+    """
+    first: dict[int, int] = {}
+    for source, at in zip(op.params["permutation"], view.out_dims[0], strict=True):
+        first.setdefault(at, source)
+    return [first[at] for at in range(len(view.out_shapes[0]))]
+
+
 def _transpose_localize(op: Op, view: LocalView) -> dict[str, Any]:
-    permutation = dict.fromkeys(view.in_dims[0][d] for d in op.params["permutation"])
-    return op.params | {"permutation": tuple(permutation)}
+    order = _transpose_order(op, view)
+    rank = {d: at for at, d in enumerate(sorted(order))}
+    return op.params | {"permutation": tuple(rank[d] for d in order)}
+
+
+def _transpose_reshape(op: Op, view: LocalView) -> tuple[tuple[int, ...] | None, ...]:
+    order = _transpose_order(op, view)
+    sizes = dict(zip(order, view.out_shapes[0], strict=True))
+    return (tuple(sizes[d] for d in sorted(order)),)
 
 
 # -------------------------------------------------------------------------- dims kept whole or not
@@ -260,12 +285,9 @@ def _reversed(op: Op, shape: tuple[int, ...]) -> set[int]:
 
 
 def _rev_localize(op: Op, view: LocalView) -> dict[str, Any]:
-    blocked = sorted({view.in_dims[0][d] for d in op.params["dimensions"]})
-    return op.params | {"dimensions": tuple(blocked)}
-
-
-def _taken(op: Op, shape: tuple[int, ...]) -> set[int]:
-    return {d for d, n in enumerate(op.params["slice_sizes"]) if n != shape[d]}
+    dims = view.in_dims[0]  # a merged dim holds reversed dims only where they have length 1
+    alone = sorted({dims[d] for d in op.params["dimensions"] if dims.count(dims[d]) == 1})
+    return op.params | {"dimensions": tuple(alone)}
 
 
 def _iota_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
@@ -277,6 +299,56 @@ def _iota_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
 def _iota_localize(op: Op, view: LocalView) -> dict[str, Any]:
     dimension = view.out_dims[0][op.params["dimension"]]
     return op.params | {"shape": view.out_shapes[0], "dimension": dimension}
+
+
+def _tiled(op: Op, shape: tuple[int, ...]) -> set[int]:
+    return {d for d, n in enumerate(op.params["reps"]) if n != 1}
+
+
+def _tile_localize(op: Op, view: LocalView) -> dict[str, Any]:
+    reps = [1] * len(view.in_shapes[0])
+    for n, at in zip(op.params["reps"], view.in_dims[0], strict=True):
+        reps[at] *= n
+    return op.params | {"reps": tuple(reps)}
+
+
+def _stack_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
+    ndim, at = len(ins[0].shape), op.params["axis"]
+    one = same_dims(ndim)
+    sizes = sizes_of(ins[0]) | {ndim: len(ins)}
+    whole = (*one[:at], (ndim,), *one[at:])
+    return Factors((one,) * len(ins), (whole,), sizes, {}, frozenset({ndim}))
+
+
+def _stack_localize(op: Op, view: LocalView) -> dict[str, Any]:
+    return op.params | {"axis": view.out_dims[0][op.params["axis"]]}
+
+
+def _unstack_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
+    at = op.params["axis"]
+    whole = same_dims(len(ins[0].shape))
+    one = whole[:at] + whole[at + 1 :]
+    return Factors((whole,), (one,) * len(outs), sizes_of(ins[0]), {}, frozenset({at}))
+
+
+def _bitcast_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
+    """Elements of another size make a last dim, or take one, that holds the parts of each."""
+    longer = max(ins[0], outs[0], key=lambda aval: len(aval.shape))
+    whole = same_dims(len(longer.shape))
+    one, two = (whole[: len(aval.shape)] for aval in (ins[0], outs[0]))
+    blocked = frozenset(f for label in whole[min(len(one), len(two)) :] for f in label)
+    return Factors((one,), (two,), sizes_of(longer), {}, blocked)
+
+
+def _tuple_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
+    """Each operand as it is; those of equal shape are split alike."""
+    sizes: dict[int, int] = {}
+    labels: dict[tuple[int, ...], DimFactors] = {}
+    for aval in ins:
+        if aval.shape not in labels:
+            labels[aval.shape] = same_free(aval, sizes)
+    each = tuple(labels[aval.shape] for aval in ins)
+    return Factors(each, each, sizes)
 
 
 register(
@@ -291,13 +363,24 @@ register(
 )
 register("reshape", OpRule("shapes", _reshape_factors, _reshape_localize, linear=_linear))
 register("squeeze", OpRule("shapes", _squeeze_factors, _squeeze_localize, linear=_linear))
-register("transpose", OpRule("shapes", _transpose_factors, _transpose_localize, linear=_linear))
+register(
+    "transpose",
+    OpRule("shapes", _transpose_factors, _transpose_localize, _transpose_reshape, linear=_linear),
+)
 register("slice", OpRule("shapes", _kept(_sliced), _slice_localize, linear=_linear))
 register("pad", OpRule("shapes", _kept(_padded), _pad_localize))
 register(
     "concatenate",
     OpRule("shapes", _concatenate_factors, _one_dim_localize("dimension"), linear=_all_linear),
 )
-register("split", OpRule("shapes", _kept(_one_dim("axis")), _one_dim_localize("axis")))
-register("rev", OpRule("shapes", _kept(_reversed), _rev_localize))
+register(
+    "split", OpRule("shapes", _kept(_one_dim("axis")), _one_dim_localize("axis"), linear=_linear)
+)
+register("stack", OpRule("shapes", _stack_factors, _stack_localize, linear=_all_linear))
+register("unstack", OpRule("shapes", _unstack_factors, _one_dim_localize("axis"), linear=_linear))
+register("tile", OpRule("shapes", _kept(_tiled), _tile_localize, linear=_linear))
+register("rev", OpRule("shapes", _kept(_reversed), _rev_localize, linear=_linear))
 register("iota", OpRule("shapes", _iota_factors, _iota_localize))
+register("bitcast_convert_type", OpRule("shapes", _bitcast_factors))
+# Not with the elementwise: its results differ in shape.
+register("optimization_barrier", OpRule("shapes", _tuple_factors, linear=_all_linear))
