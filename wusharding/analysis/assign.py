@@ -109,9 +109,7 @@ def assign(
         moved = result.moved_bytes
         again = False
         for i, aval in enumerate(params):
-            cost = options[i][trial[i]][0] + _GATHER_PENALTY * moved.get(i, 0) / max(
-                aval.nbytes, 1
-            )
+            cost = options[i][trial[i]][0] + _GATHER_PENALTY * moved.get(i, 0) / max(aval.nbytes, 1)
             best[i] = min(best[i], (cost, trial[i]))
             if i in moved and trial[i] == tried[i] and tried[i] + 1 < len(options[i]):
                 trial[i] = tried[i] = tried[i] + 1

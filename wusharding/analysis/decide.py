@@ -18,11 +18,13 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
 from wusharding.analysis.fit import Fit, Split, split_of, tiles_of, try_fit
 from wusharding.analysis.placement import Placement, Replicas, Span, replicated
 from wusharding.analysis.propagate import Propagation
 from wusharding.analysis.rules import RULES, Factors, LocalView, OpRule
-from wusharding.analysis.rules.base import Reduction
+from wusharding.analysis.rules.base import DimFactors, Reduction
 from wusharding.analysis.schedule import (
     Communicate,
     Compute,
@@ -200,7 +202,7 @@ class _Decider:
         tiles = tiles_of(factors, [v.placement for v in values], self.replicas)
         axes = {a for t in tiles.values() for a in t}
         may_split = axes.isdisjoint(self.replicas.shard_axes)
-        splits = self._splits(op, rule, factors, ins) if may_split else []
+        splits = self._splits(op, rule, factors, tiles, ins) if may_split else []
         fits = [self._accepted(rule, factors, tiles, s, ins) for s in splits]
         found = [f for f in fits if f is not None]
         if found:
@@ -214,8 +216,18 @@ class _Decider:
             fit = self._accepted(rule, factors, tiles, None, ins)
         return fit
 
-    def _splits(self, op: Op, rule: OpRule, factors: Factors, ins: list[int]) -> list[Split]:
-        """The splits that operands come in and, if any comes split, those that results hint at."""
+    def _splits(
+        self,
+        op: Op,
+        rule: OpRule,
+        factors: Factors,
+        tiles: dict[int, tuple[str, ...]],
+        ins: list[int],
+    ) -> list[Split]:
+        """The splits that operands come in and, if any comes split, those that results hint at.
+
+        A split is of what the tiles leave, so it counts only where the tiles can stay.
+        """
         labelled = [(f, self.values[v].placement) for f, v in zip(factors.ins, ins, strict=True)]
         if not any(p.span for _, p in labelled):
             return []
@@ -224,7 +236,9 @@ class _Decider:
         spans = [
             (f, p.span)
             for f, p in labelled
-            if p.span is not None and (rule.merged_dims or p.span.hi - p.span.lo == 1)
+            if p.span is not None
+            and (rule.merged_dims or p.span.hi - p.span.lo == 1)
+            and _keeps_tiles(f, p, tiles)
         ]
         return list(dict.fromkeys(split_of(f, span, factors) for f, span in spans))
 
@@ -255,6 +269,8 @@ class _Decider:
             if hint is None or hint.span is None:
                 continue
             if not rule.merged_dims and hint.span.hi - hint.span.lo > 1:
+                continue
+            if not _keeps_tiles(label, hint, tiles):
                 continue
             fit = self._accepted(rule, factors, tiles, split_of(label, hint.span, factors), ins)
             return fit if fit is not None and fit.partial is None else None
@@ -342,7 +358,9 @@ class _Decider:
         partial = tuple(i for i, v in enumerate(values) if v.partial)
         first = values[partial[0]]
         alike = all(
-            values[i].partial == "sum" and values[i].partial_axes == first.partial_axes
+            values[i].partial == "sum"
+            and jnp.issubdtype(self.avals[op.ins[i]].dtype, jnp.inexact)
+            and values[i].partial_axes == first.partial_axes
             for i in partial
         )
         others = [v for i, v in enumerate(values) if i not in partial]
@@ -528,7 +546,9 @@ class _Decider:
         if key not in self.entered:
             dest = self._fresh(v, Value(replicated(len(self.avals[v].shape)), job=job, depth=depth))
             self.entered[key] = dest
-            self.jobs[job].entries.append(Entry(v, dest, self.avals[v], value.placement, value.leaf))
+            self.jobs[job].entries.append(
+                Entry(v, dest, self.avals[v], value.placement, value.leaf)
+            )
         return self.entered[key]
 
     def _left_job(self, v: int) -> int:
@@ -683,6 +703,14 @@ class _Decider:
         owned = [OwnedStage(tuple(jobs)) for _, jobs in sorted(stages.items())]
         ready = set(self.program.inputs) | set(self.program.consts)
         return _order([*self.steps, *owned], ready)
+
+
+def _keeps_tiles(
+    labels: DimFactors, placement: Placement, tiles: dict[int, tuple[str, ...]]
+) -> bool:
+    """Whether the tiles of a value are those that its factors will have."""
+    found = (tiles.get(label[0], ()) if label else () for label in labels)
+    return all(a == b for a, b in zip(found, placement.tiles, strict=True))
 
 
 def _is_matrix_work(op: Op) -> bool:

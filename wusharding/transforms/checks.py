@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -269,11 +271,7 @@ def check_state(state: Any, context: Context) -> Layout:
             f"{dict(need.axis_sizes)}. Convert it: other.unshard(state), then tx.shard(plain, "
             "params)."
         )
-    leaves, treedef = jax.tree.flatten(state.inner)
-    if treedef != layout.state_def:
-        raise StateMismatchError(
-            f"state.inner: found tree {treedef}, its layout says {layout.state_def}."
-        )
+    leaves = _flatten_like(state.inner, layout.state_def, "state")
     for leaf, x in zip(layout.state, leaves, strict=True):
         check_stored(leaf, x, layout, context)
     return layout
@@ -354,15 +352,40 @@ def check_same_params(params: Any, layout: Layout, context: Context) -> list[Any
 
 
 def _flatten_like(tree: Any, treedef: Any, name: str) -> list[Any]:
-    found = jax.tree.structure(tree)
+    paths, leaves, found = flatten_with_paths(tree)
     if found == treedef:
-        return jax.tree.leaves(tree)
-    have = set(flatten_with_paths(tree)[0])
-    need = set(flatten_with_paths(treedef.unflatten([0] * treedef.num_leaves))[0])
-    missing, extra = sorted(need - have), sorted(have - need)
+        return leaves
+    needed = flatten_with_paths(treedef.unflatten([0] * treedef.num_leaves))[0]
+    have, need = list(map(_unboxed, paths)), list(map(_unboxed, needed))
+    if have == need:
+        return leaves
+    missing, extra = sorted(set(need) - set(have)), sorted(set(have) - set(need))
     detail = f"missing {missing}, unexpected {extra}" if missing or extra else f"found {found}"
     raise StateMismatchError(
         f"{name}: their tree is not that of the parameters the state was made for: {detail}."
+    )
+
+
+def _unboxed(path: str) -> str:
+    """A path without boxes around arrays: Flax hands a tree with its variables and without."""
+    return re.sub(r"\.value(?=$|[.\[])", "", path)
+
+
+def trees_as_given(layout: Layout, state: Any, grads: Any, params: Any) -> Layout:
+    """The layout in the trees of this call, which may box their arrays or not."""
+    grads_def = jax.tree.structure(grads)
+    params_def = layout.params_def if params is None else jax.tree.structure(params)
+    if params is None and grads_def.num_leaves == params_def.num_leaves:
+        params_def = grads_def
+    state_def = jax.tree.structure(state.inner)
+    if (grads_def, params_def, state_def) == (
+        layout.grads_def,
+        layout.params_def,
+        layout.state_def,
+    ):
+        return layout
+    return dataclasses.replace(
+        layout, grads_def=grads_def, params_def=params_def, state_def=state_def
     )
 
 

@@ -19,6 +19,7 @@ from wusharding.analysis.placement import Placement, Replicas
 from wusharding.analysis.rules.base import Reduction
 from wusharding.formats import Format
 from wusharding.formats.buckets import Bucket, fill_buckets
+from wusharding.jaxprs import varying_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Collectives:
         """Combines each `x` over `axes`, small ones together."""
         reduce = _ALL_REDUCE[reduction]
         out: list[Any] = [None] * len(xs)
-        for group in _by_dtype(xs):
+        for group in _alike(xs):
             elems = [xs[i].size for i in group]
             capacity = max(self.bucket_bytes // xs[group[0]].dtype.itemsize, 1)
             pieces: dict[int, list[jax.Array]] = {}
@@ -104,8 +105,8 @@ class Collectives:
             for k, parts in pieces.items():
                 out[group[k]] = _concatenate(parts).reshape(xs[group[k]].shape)
             for k in group:
-                if out[k] is None:
-                    out[k] = xs[k]  # no elements
+                if out[k] is None:  # no elements, but JAX's types want it reduced
+                    out[k] = reduce(xs[k], axes)
         return out
 
     def exchange(self, x: jax.Array) -> jax.Array:
@@ -135,7 +136,7 @@ class Collectives:
     ) -> list[jax.Array]:
         """Large leaves go through `alone`; the rest as rows of `[num_shards or 1, elems]`."""
         out: list[Any] = [None] * len(xs)
-        for group in _by_dtype(xs):
+        for group in _alike(xs):
             elems = [formats[i].shard_elems for i in group]
             for k, i in enumerate(group):
                 if elems[k] == 0:
@@ -227,10 +228,11 @@ def from_shards(rows: jax.Array, fmt: Format) -> jax.Array:
     return jnp.moveaxis(split, 0, fmt.lo).reshape(_plain(fmt).padded_shape)
 
 
-def _by_dtype(xs: Sequence[jax.Array]) -> list[list[int]]:
+def _alike(xs: Sequence[jax.Array]) -> list[list[int]]:
+    """Numbers of the arrays that may share a buffer: of one dtype, varying over the same axes."""
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(xs):
-        groups.setdefault(x.dtype, []).append(i)
+        groups.setdefault((x.dtype, varying_axes(x)), []).append(i)
     return list(groups.values())
 
 

@@ -132,7 +132,7 @@ class Interpreter:
         for move in step.moves:
             if move.kind == "gather":
                 gathers.append(move)
-            elif move.after.span is not None:
+            elif move.after.span is not None and move.before.span is None:
                 scatters.append(move)
             else:
                 assert move.reduction is not None

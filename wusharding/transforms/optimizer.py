@@ -369,6 +369,7 @@ class _Core:
         if params is not None:
             param_leaves = checks.check_same_params(params, layout, context)
         checks.check_master_params(layout, params)
+        layout = checks.trees_as_given(layout, state, grads, params)
         arrivals = checks.arrivals(grad_leaves, layout, context, self.options.reduce)
         arrays, _, _ = split_extra(extra_args)
         checks.check_extra(extra_args, context)
@@ -412,7 +413,9 @@ class _Core:
             ],
             [logical, state_specs, master_specs],
         )
-        return layout.params_def.unflatten(out), _state(layout, new_inner, new_masters)
+        # The layout of the state stays the same object, whatever boxes this call came in.
+        new_state = _state(layout, new_inner, new_masters)._replace(layout=state.layout)
+        return layout.params_def.unflatten(out), new_state
 
     def _grad_aval(self, leaf: Leaf, grad: Any, master: Any, context: Context) -> Aval:
         """Global shape of a gradient, and the dtype in which the wrapped optimizer gets it."""
@@ -430,7 +433,8 @@ class _Core:
         context = self.context()
         layout = checks.check_state(state, context)
         inner, _ = _stored(state)
-        return layout.state_def.unflatten(self._unshard(context, layout, layout.state, inner))
+        whole = self._unshard(context, layout, layout.state, inner)
+        return jax.tree.structure(state.inner).unflatten(whole)
 
     def unshard_master(self, state: ShardedState) -> PyTree:
         """See `ShardedOptimizer.master`."""

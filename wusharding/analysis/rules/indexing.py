@@ -149,9 +149,7 @@ def _scatter_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
             sizes[fresh] = updates.shape[d]
             blocked.add(fresh)
             labels.append((fresh,))
-    return Factors(
-        (whole, tuple(indices), tuple(labels)), (whole,), sizes, {}, frozenset(blocked)
-    )
+    return Factors((whole, tuple(indices), tuple(labels)), (whole,), sizes, {}, frozenset(blocked))
 
 
 def _scatter_localize(op: Op, view: LocalView) -> dict[str, Any]:

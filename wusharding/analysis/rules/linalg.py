@@ -7,6 +7,7 @@ from wusharding.analysis.rules.base import (
     Factors,
     FactorsFn,
     OpRule,
+    Reduction,
     register,
     same_dims,
 )
@@ -44,7 +45,7 @@ def _dot_linear(op: Op, partial: tuple[int, ...]) -> bool:
 
 
 def _conv_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
-    """Batch and output features pass; grouped convolutions and windows need the whole."""
+    """Batch and output features pass, input features add up; windows and groups need the whole."""
     numbers = op.params["dimension_numbers"]
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     sizes: dict[int, int] = {}
@@ -55,18 +56,21 @@ def _conv_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
             sizes[len(sizes)] = n
             labels[-1].append((len(sizes) - 1,))
     free = set()
+    reduced: dict[int, Reduction] = {}
     if op.params["batch_group_count"] == 1:
         labels[2][out[0]] = labels[0][lhs[0]]
         free |= set(labels[0][lhs[0]])
         if op.params["feature_group_count"] == 1:
             labels[2][out[1]] = labels[1][rhs[0]]
-            free |= set(labels[1][rhs[0]])
+            labels[1][rhs[1]] = labels[0][lhs[1]]
+            free |= {*labels[1][rhs[0]], *labels[0][lhs[1]]}
+            reduced = dict.fromkeys(labels[0][lhs[1]], "sum")
     a, b, c = (tuple(x) for x in labels)
-    return Factors((a, b), (c,), sizes, {}, frozenset(sizes) - free)
+    return Factors((a, b), (c,), sizes, reduced, frozenset(sizes) - free)
 
 
 def _batched(core_dims: int) -> FactorsFn:
-    """Leading dims pass; the last `core_dims` of the first operand, and all others, are blocked."""
+    """All but the last `core_dims` dims of the first operand pass, first dims of all others too."""
 
     def factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
         batch = ins[0].shape[: len(ins[0].shape) - core_dims]

@@ -16,6 +16,10 @@ from wusharding.analysis.rules.base import (
 from wusharding.jaxprs import Aval, Op
 
 
+def _adds(op: Op, partial: tuple[int, ...]) -> bool:
+    return True
+
+
 def _reduce(reduction: Reduction | None) -> OpRule:
     """A reduction over `axes`; without a name it needs the whole of them (argmax).
 
@@ -49,10 +53,9 @@ def _reduce(reduction: Reduction | None) -> OpRule:
                 shape += [1] * len(set(run) - set(op.params["axes"]))
         return (tuple(shape) if len(shape) > len(view.in_shapes[0]) else None,)
 
-    def linear(op: Op, partial: tuple[int, ...]) -> bool:
-        return reduction == "sum"
-
-    return OpRule("reductions", factors, localize, reshape, linear=linear)
+    return OpRule(
+        "reductions", factors, localize, reshape, linear=_adds if reduction == "sum" else None
+    )
 
 
 def _runs(view: LocalView) -> list[list[int]]:
@@ -80,10 +83,7 @@ def _along(param: str, *, linear: bool = False) -> OpRule:
     def localize(op: Op, view: LocalView) -> dict[str, Any]:
         return op.params | {param: view.in_dims[0][op.params[param]]}
 
-    def adds(op: Op, partial: tuple[int, ...]) -> bool:
-        return linear
-
-    return OpRule("reductions", factors, localize, linear=adds)
+    return OpRule("reductions", factors, localize, linear=_adds if linear else None)
 
 
 def _general_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
