@@ -31,6 +31,7 @@ from tests.runs import (
     entries,
     hlo_of,
     layout_of_arrays,
+    linear,
     mean_of,
     mesh_of,
     of_kind,
@@ -638,35 +639,51 @@ def test_row_33_gradients_of_an_embedding_over_microbatches(context):
 
 
 # https://github.com/marin-community/levanter/issues/325
-def test_row_35_params_sharded_in_a_box_and_state_over_all_replicas():
+@pytest.mark.parametrize("context", ["checked", "explicit"])
+def test_row_35_params_sharded_in_a_box_and_state_over_all_replicas(context):
     """Parameters lie over `data`, and are copied over `replica`: the state lies over both."""
     mesh = mesh_of({"replica": 2, "data": 4})
     params = {"w": leaf(16, 6), "v": leaf(8, 5), "b": leaf(16)}
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(0.01))
     grads = batches(params, 2)
     wanted = reference(optimizer, params, [mean_of(g) for g in grads])
-    specs_of_params = dict.fromkeys(params, P("data"))
+    in_boxes = dict.fromkeys(params, P("data"))
     placed = on(mesh, params, "data")
-    tx = wus.shard_updates(optimizer, mesh=mesh, axis="replica", param_specs=specs_of_params)
+    options = {"param_specs": in_boxes} if context == "checked" else {}
+    tx = wus.shard_updates(optimizer, mesh=mesh, axis="replica", **options)
     state, specs = tx.init(placed), tx.state_specs(placed)
     for x in jax.tree.leaves(state.inner):
         assert x.size <= 1 or len({str(shard.index) for shard in x.addressable_shards}) == 8
     held = set(bytes_on_devices(state.inner[1][0].mu).values())
     assert held == {sum(x.nbytes for x in params.values()) // 8}
 
-    @jax.jit
-    @jax.shard_map(
-        mesh=mesh,
-        in_specs=(specs_of_params, specs, P("replica", "data")),
-        out_specs=(specs_of_params, specs),
-    )
-    def step(params: Tree, state: Any, grads: Tree) -> Any:
+    def manual(params: Tree, state: Any, grads: Tree) -> Any:
         return tx.apply(jax.tree.map(lambda g: g[0], grads), state, params)
 
-    for g in grads:
-        placed, state = step(placed, state, on(mesh, g, "replica", "data"))
+    def explicit(params: Tree, state: Any, grads: Tree) -> Any:
+        def loss(weights: Tree) -> Any:
+            return sum(jnp.sum(linear(g, w, "replica")) / 2 for g, w in pairs(grads, weights))
+
+        whole = P("data", reduced={"replica"})
+        weights = jax.tree.map(lambda w: jax.sharding.reshard(w, whole), params)
+        return tx.apply(jax.grad(loss)(weights), state, params)
+
+    step = explicit
+    if context == "checked":
+        ins = (in_boxes, specs, P("replica", "data"))
+        step = jax.shard_map(manual, mesh=mesh, in_specs=ins, out_specs=(in_boxes, specs))
+    with jax.set_mesh(mesh):
+        step = jax.jit(step)
+        found = hlo_of(step, placed, state, on(mesh, grads[0], "replica", "data"))
+        for g in grads:
+            placed, state = step(placed, state, on(mesh, g, "replica", "data"))
     assert relative_error((placed, tx.unshard(state)), wanted) <= 1e-5
     assert {spec_of(x) for x in placed.values()} == {("data",)}
+    # Each device scatters and gathers its box's part, between the two replicas only.
+    part = sum(x.nbytes for x in params.values()) // 4
+    moved = of_kind(found, "reduce-scatter") + of_kind(found, "all-gather")
+    assert [c.group_size for c in moved] == [2, 2]
+    assert max(c.operand_bytes for c in moved) == part
 
 
 # https://github.com/marin-community/levanter/issues/325

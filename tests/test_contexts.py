@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import wusharding as wus
@@ -36,6 +36,7 @@ from tests.runs import (
     relative_error,
     spec_of,
     training,
+    unreduced_mean,
 )
 
 Tree = Any
@@ -299,6 +300,134 @@ def test_shard_takes_the_state_of_plain_optax():
     assert relative_error((loop.whole_params, loop.plain_state), wanted) <= 1e-5
 
 
+# --------------------------------------------------------------------------- ways to call a step
+
+
+@pytest.mark.parametrize("context", ["checked", "unchecked", "explicit", "auto"])
+def test_steps_inside_a_scan(context):
+    """The state that a step returns has the very type of the one that it takes."""
+    mesh = mesh_of({"data": 8}, auto=context == "auto")
+    params = params_of_all_kinds()
+    tx = wus.shard_updates(norms(), mesh=mesh)
+    state, specs = tx.init(params), tx.state_specs(params)
+    grads = jax.tree.map(lambda *steps: np.stack(steps), *batches(params))
+    arrived = {"explicit": unreduced_mean, "auto": lambda _, g: mean_of(g)}
+
+    def train(params: Tree, state: Any, grads: Tree) -> tuple[Tree, Any]:
+        def step(carry: tuple[Tree, Any], g: Tree) -> tuple[tuple[Tree, Any], None]:
+            params, state = carry
+            g = arrived[context](params, g) if context in arrived else jax.tree.map(first, g)
+            return tx.apply(g, state, params), None
+
+        return jax.lax.scan(step, (params, state), grads)[0]
+
+    if context not in arrived:
+        train = jax.shard_map(
+            train,
+            mesh=mesh,
+            in_specs=(P(), specs, P(None, "data")),
+            out_specs=(P(), specs),
+            check_vma=context == "checked",
+        )
+    with jax.set_mesh(mesh):
+        params = jax.device_put(params, NamedSharding(mesh, P()))
+        grads = jax.device_put(grads, NamedSharding(mesh, P(None, "data")))
+        found, state = jax.jit(train)(params, state, grads)
+    assert relative_error((found, tx.unshard(state)), reference_of_record()) <= 1e-5
+
+
+def first(x: jax.Array) -> jax.Array:
+    return x[0]
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_the_abstract_state_is_enough_to_compile_ahead(auto):
+    mesh = mesh_of({"data": 8}, auto=auto)
+    tx = wus.shard_updates(optax.adam(0.01), mesh=mesh)
+    params = jax.device_put(params_of_all_kinds(), NamedSharding(mesh, P()))
+    structs = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+    )
+    with jax.set_mesh(mesh):
+        step = jax.jit(tx.apply).lower(structs, tx.abstract_state(structs), structs).compile()
+        new, _ = step(params, tx.init(params), params)
+    wanted, _ = reference(optax.adam(0.01), params_of_all_kinds(), [params_of_all_kinds()])
+    assert relative_error(new, wanted) <= 1e-6
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_params_may_be_left_out_where_the_optimizer_needs_none(auto):
+    mesh = mesh_of({"data": 8}, auto=auto)
+    params = params_of_all_kinds()
+    tx = wus.shard_updates(optax.adam(0.01), mesh=mesh)
+    with jax.set_mesh(mesh):
+        grads = jax.device_put(params, NamedSharding(mesh, P()))
+        found, _ = jax.jit(tx.update)(grads, tx.init(params))
+    wanted, _ = optax.adam(0.01).update(params, optax.adam(0.01).init(params))
+    assert relative_error(found, wanted) <= 1e-6
+
+
+def test_one_wrapper_serves_several_trees():
+    tx = wus.shard_updates(optax.lamb(0.01), mesh=mesh_of({"data": 8}, auto=True))
+    trees = [params_of_all_kinds(), {"x": params_of_all_kinds()["w"], "frozen": None}]
+    states = [tx.init(tree) for tree in trees]
+    for tree, state in zip(trees, states, strict=True):
+        new, _ = tx.apply(tree, state, tree)
+        assert relative_error(new, reference(optax.lamb(0.01), tree, [tree])[0]) <= 1e-6
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_reduced_gradients_may_come_split_over_the_replicas(auto):
+    """As a user's own reduce-scatter, or the compiler, leaves them."""
+    mesh = mesh_of({"data": 8}, auto=auto)
+    params = {"w": params_of_all_kinds()["even"]}
+    grads = jax.device_put(params, NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        tx = wus.shard_updates(optax.adam(0.01))
+        placed = jax.device_put(params, NamedSharding(mesh, P()))
+        new, _ = jax.jit(tx.apply)(grads, tx.init(placed), placed)
+    assert relative_error(new, reference(optax.adam(0.01), params, [params])[0]) <= 1e-6
+    assert spec_of(new["w"]) == ()
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="an extra argument that is a Python number is a constant of the program, so that an"
+    " eager call compiles anew for every value",
+)
+def test_numbers_as_extra_arguments_compile_once():
+    tx = wus.shard_updates(optax.contrib.reduce_on_plateau(), mesh=mesh_of({"data": 8}, auto=True))
+    params = {"w": params_of_all_kinds()["even"]}
+    state = tx.init(params)
+    with compiled_functions() as compiled:
+        for loss in (3.0, 2.0, 1.0):
+            _, state = tx.update(params, state, params, value=loss)
+    assert len(compiled) == 1
+
+
+LARGE = {"w": (64, 128), "v": (40, 257), "b": (13,), "c": (3, 64, 128)}
+
+
+@pytest.mark.parametrize(
+    ("target", "formats"),
+    [("tpu", "auto"), ("tpu", "dim"), ("tpu", "merged"), ("tpu", "flat"), ("gpu", "auto")],
+)
+def test_the_target_and_the_format_change_no_number(target, formats):
+    params = {
+        name: np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape) % 31 / 32
+        for name, shape in LARGE.items()
+    }
+    steps = batches(params, steps=2)
+    optimizer = optax.lamb(0.01)
+    loop = training("checked", optimizer, params, target=target, formats=formats)
+    if (target, formats) == ("tpu", "flat"):
+        stored = {name: x.shape for name, x in loop.state.inner[0].mu.items()}
+        assert stored["w"] == (64, 128) and stored["c"] == (192, 128)  # rows x lanes
+    loop.run(steps)
+    wanted = reference(optimizer, params, [mean_of(g) for g in steps])
+    assert relative_error((loop.whole_params, loop.plain_state), wanted) <= 1e-5
+
+
 # ------------------------------------------------------------------------------- several mesh axes
 
 ALONG_A = {frozenset({i, i + 4}) for i in range(4)}
@@ -459,7 +588,11 @@ def test_reduced_gradients_under_jit_are_sliced_without_a_collective(context):
 
 def test_the_plan_says_that_gradients_arrive_reduced():
     params = params_of_all_kinds()
-    for auto, reduce, reduced in ((True, "mean", True), (False, None, True), (False, "sum", False)):
+    for auto, reduce, reduced in (
+        (True, "mean", False),
+        (False, None, True),
+        (False, "sum", False),
+    ):
         mesh = mesh_of({"data": 8}, auto=auto)
         plan = wus.shard_updates(optax.adam(0.01), mesh=mesh, reduce=reduce).plan(params)
         assert ("without a collective" in str(plan)) == reduced
@@ -883,6 +1016,31 @@ def test_model_parallel_weights(context, name):
     if name == "lamb":
         assert spec_of(state.inner[0].mu["v"])[0] in (("model", "data"), "model")
         assert state.inner[0].mu["v"].addressable_shards[0].data.size <= 10 * 7 / 8 + 7
+
+
+KINDS_OF_AXES = [
+    ("Auto", "Explicit"),
+    pytest.param(
+        "Explicit",
+        "Auto",
+        marks=pytest.mark.xfail(strict=True, reason="checks.resharded names auto axes to reshard"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("data", "model"), KINDS_OF_AXES)
+def test_model_parallel_weights_on_axes_of_two_kinds(data, model):
+    kinds = (getattr(AxisType, data), getattr(AxisType, model))
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
+    params = {"w": model_params()["w"]}
+    placed = jax.device_put(params, NamedSharding(mesh, P(None, "model")))
+    tx = wus.shard_updates(optax.lamb(0.01), mesh=mesh)
+    state = tx.init(placed)
+    with jax.set_mesh(mesh):
+        new, state = jax.jit(tx.apply)(placed, state, placed)
+    wanted = reference(optax.lamb(0.01), params, [params])
+    assert relative_error((new, tx.unshard(state)), wanted) <= 1e-5
+    assert spec_of(new["w"]) == (None, "model")
 
 
 # -------------------------------------------------------------------------- gradients per example

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -48,7 +48,8 @@ def as_transformation(optimizer: Any) -> optax.GradientTransformation:
 
 def axis_tuple(name: str, axis: Any) -> tuple[str, ...]:
     """One mesh axis or several, as a tuple."""
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    several = isinstance(axis, Iterable) and not isinstance(axis, str)
+    axes = tuple(axis) if several else (axis,)
     if not axes or not all(isinstance(a, str) for a in axes) or len(set(axes)) != len(axes):
         raise ValueError(f"{name}={axis!r}: need a mesh axis name, or several different ones.")
     return axes
@@ -139,6 +140,12 @@ def check_params(paths: Sequence[str], leaves: Sequence[Any]) -> None:
             )
 
 
+def check_spec(path: str, spec: PartitionSpec, ndim: int) -> None:
+    """A spec has no more entries than the array has dims."""
+    if len(tuple(spec)) > ndim:
+        raise ValueError(f"params{path}: its spec {spec} has more entries than its {ndim} dims.")
+
+
 def check_tiles(path: str, aval: Aval, tiles: Tiles, replicas: Replicas, *, manual: bool) -> None:
     """Model-parallel splits are even and do not use the replica axes."""
     sizes = dict(replicas.axis_sizes)
@@ -201,7 +208,7 @@ def warn_if_nothing_sharded(layout: Layout) -> None:
     warnings.warn(
         f"shard_updates: no parameter is sharded ({why}); every replica does the whole update.",
         ReplicatedUpdateWarning,
-        stacklevel=4,
+        stacklevel=3,
     )
 
 
@@ -218,25 +225,38 @@ def concrete_mesh(mesh: Any) -> Mesh:
     )
 
 
-def place(leaves: Sequence[Any], specs: Sequence[PartitionSpec], mesh: Mesh) -> list[Any]:
-    """Eager arrays put on the mesh; those committed to other devices are refused."""
+def place(
+    groups: Sequence[Sequence[Any]],
+    specs: Sequence[Sequence[PartitionSpec]],
+    names: Sequence[tuple[str, Sequence[Leaf]]],
+    mesh: Mesh,
+) -> list[list[Any]]:
+    """Eager arrays put on the mesh; those committed to other devices are refused.
+
+    `names` gives each group a name, and the leaves whose paths its arrays have.
+    """
     devices = set(mesh.devices.flat)
-    for x in leaves:
-        sharding = getattr(x, "sharding", None)
-        if sharding is None or not getattr(x, "committed", False):
-            continue
-        if set(sharding.device_set) != devices and len(sharding.device_set) > 1:
-            raise ContextError(
-                f"an array of shape {list(x.shape)} lives on another mesh, on devices "
-                f"{sorted(d.id for d in sharding.device_set)}; this optimizer's mesh has devices "
-                f"{sorted(d.id for d in devices)}. Move it first: jax.device_put(x, "
-                f"NamedSharding(mesh, PartitionSpec()))."
-            )
+    for group, (name, leaves) in zip(groups, names, strict=True):
+        for i, x in enumerate(group):
+            sharding = getattr(x, "sharding", None)
+            if sharding is None or not getattr(x, "committed", False):
+                continue
+            if set(sharding.device_set) != devices and len(sharding.device_set) > 1:
+                raise ContextError(
+                    f"{name}{leaves[i].path if leaves else ''}: found an array of shape "
+                    f"{list(x.shape)} on another mesh, on devices "
+                    f"{sorted(d.id for d in sharding.device_set)}; this optimizer's mesh has "
+                    f"devices {sorted(d.id for d in devices)}. Move it first: jax.device_put(x, "
+                    "NamedSharding(mesh, PartitionSpec()))."
+                )
     wanted = [
-        getattr(x, "sharding", None) if unreduced_axes(x) else NamedSharding(mesh, s)
-        for x, s in zip(leaves, specs, strict=True)
+        [
+            getattr(x, "sharding", None) if unreduced_axes(x) else NamedSharding(mesh, s)
+            for x, s in zip(group, group_specs, strict=True)
+        ]
+        for group, group_specs in zip(groups, specs, strict=True)
     ]
-    return list(jax.device_put(list(leaves), wanted))
+    return jax.device_put([list(g) for g in groups], wanted)
 
 
 def resharded(x: Any, spec: PartitionSpec, context: Context) -> Any:
@@ -273,11 +293,22 @@ def check_state(state: Any, context: Context) -> Layout:
         )
     leaves = _flatten_like(state.inner, layout.state_def, "state")
     for leaf, x in zip(layout.state, leaves, strict=True):
-        check_stored(leaf, x, layout, context)
+        check_stored("state", leaf, x, layout, context)
+    masters = _flatten_like(state.master, _masters_def(layout), "master")
+    for leaf, x in zip(layout.master_leaves(), masters, strict=True):
+        check_stored("master", leaf, x, layout, context)
     return layout
 
 
-def check_stored(leaf: Leaf, x: Any, layout: Layout, context: Context) -> None:
+def _masters_def(layout: Layout) -> Any:
+    """The tree of the master weights: None for weights that have none, `()` if none has."""
+    if not any(m is not None for m in layout.masters):
+        return jax.tree.structure(())
+    marks = [None if m is None else 0 for m in layout.masters]
+    return jax.tree.structure(layout.params_def.unflatten(marks))
+
+
+def check_stored(name: str, leaf: Leaf, x: Any, layout: Layout, context: Context) -> None:
     """A state array has the shape and dtype in which it is stored."""
     replicas = layout.replicas
     need = leaf.local_stored_shape(replicas) if context.manual else leaf.stored_shape(replicas)
@@ -287,12 +318,12 @@ def check_stored(leaf: Leaf, x: Any, layout: Layout, context: Context) -> None:
         if not context.manual and tuple(x.shape[1:]) == leaf.local_stored_shape(replicas):
             hint = "It looks stacked by pmap: convert it inside pmap, where it was made."
         raise StateMismatchError(
-            f"state{leaf.path}: found shape {list(x.shape)}, need {list(need)} {where} (logical "
+            f"{name}{leaf.path}: found shape {list(x.shape)}, need {list(need)} {where} (logical "
             "shape "
             f"{list(leaf.shape)}). {hint}"
         )
     if x.dtype != leaf.dtype:
-        raise StateMismatchError(f"state{leaf.path}: found dtype {x.dtype}, need {leaf.dtype}.")
+        raise StateMismatchError(f"{name}{leaf.path}: found dtype {x.dtype}, need {leaf.dtype}.")
 
 
 def _tile_shape(leaf: Leaf, layout: Layout, context: Context) -> tuple[int, ...]:
@@ -433,7 +464,7 @@ def arrivals(
             "take gradients with respect to jax.lax.pcast(params, axis, to='varying'). If they "
             "are meant to be reduced, say reduce=None.",
             ReducedGradientsWarning,
-            stacklevel=5,
+            stacklevel=4,
         )
     return out
 
@@ -510,10 +541,8 @@ def check_masters(master: Any, layout: Layout, params: Sequence[Any]) -> list[An
         return []
     if master is None:
         return [p for p, m in zip(params, layout.masters, strict=True) if m is not None]
-    leaves = jax.tree.leaves(master)
+    leaves = _flatten_like(master, _masters_def(layout), "master")
     kept = tuple(layout.master_leaves())
-    if len(leaves) != len(kept):
-        raise StateMismatchError(f"master: found {len(leaves)} arrays, need {len(kept)}.")
     for leaf, x in zip(kept, leaves, strict=True):
         if tuple(x.shape) != leaf.shape:
             raise StateMismatchError(

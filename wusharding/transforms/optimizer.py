@@ -237,6 +237,7 @@ class _Core:
         specs = self._specs(treedef, avals, leaves, context)
         tiles = []
         for path, aval, spec in zip(paths, avals, specs, strict=True):
+            checks.check_spec(path, spec, len(aval.shape))
             tiles.append(tiles_of_spec(spec, len(aval.shape)))
             checks.check_tiles(path, aval, tiles[-1], context.replicas, manual=context.manual)
         if context.manual:
@@ -276,6 +277,7 @@ class _Core:
         name: Any,
         body: Callable[..., Any],
         args: Sequence[Sequence[Any]],
+        names: Sequence[tuple[str, Sequence[Leaf]]],
         in_specs: Sequence[Sequence[PartitionSpec]],
         out_specs: Sequence[Sequence[PartitionSpec]],
     ) -> Any:
@@ -286,13 +288,9 @@ class _Core:
         """
         if context.manual:
             return body(*args)
-        flat = [x for group in args for x in group]
-        specs = [s for group in in_specs for s in group]
-        if any(is_tracer(x) for x in flat):
+        if any(is_tracer(x) for group in args for x in group):
             return _mapped(context, body, in_specs, out_specs)(*args)
-        mesh = checks.concrete_mesh(context.mesh)
-        placed = iter(checks.place(flat, specs, mesh))
-        args = [[next(placed) for _ in group] for group in args]
+        args = checks.place(args, in_specs, names, checks.concrete_mesh(context.mesh))
         key = (name, context, str(in_specs))
         if name is None or key not in self._eager:
             fun = jax.jit(_mapped(context, body, in_specs, out_specs))
@@ -320,6 +318,7 @@ class _Core:
             ("init", layout),
             lambda p: self.here(layout, context).init(schedule, p),
             [leaves],
+            [("params", layout.params)],
             [[leaf.logical_spec() for leaf in layout.params]],
             [
                 [leaf.spec(replicas) for leaf in layout.state],
@@ -405,6 +404,13 @@ class _Core:
             body,
             [grad_leaves, inner, masters, param_leaves or [], arrays],
             [
+                ("gradients", layout.grads),
+                ("state", layout.state),
+                ("master", tuple(layout.master_leaves())),
+                ("params", layout.params),
+                ("an extra argument", ()),
+            ],
+            [
                 grad_specs,
                 state_specs,
                 master_specs,
@@ -455,6 +461,7 @@ class _Core:
             ("unshard", layout, tuple(leaves)),
             lambda xs: (self.here(layout, context).unshard(leaves, xs),),
             [stored],
+            [("state", leaves)],
             [[leaf.spec(layout.replicas) for leaf in leaves]],
             [[leaf.logical_spec() for leaf in leaves]],
         )
@@ -477,6 +484,7 @@ class _Core:
             ("shard", layout),
             body,
             [whole, masters],
+            [("state", layout.state), ("master", kept)],
             [
                 [leaf.logical_spec() for leaf in layout.state],
                 [leaf.logical_spec() for leaf in kept],

@@ -278,9 +278,18 @@ class Programs:
             key = (layout, tuple(grads), avals, tuple(static), extra_def, with_params, apply)
             if key in self._steps:
                 return self._steps[key]
-        update, new_state = self._trace_update(
-            layout, grads, extra, with_params=with_params, apply=apply
-        )
+        try:
+            update, new_state = self._trace_update(
+                layout, grads, extra, with_params=with_params, apply=apply
+            )
+        except (AttributeError, TypeError, ValueError) as e:
+            if layout in self._updates or isinstance(e, StateMismatchError):
+                raise
+            raise StateMismatchError(
+                "state: this optimizer did not make it, and its update fails on it: "
+                f"{type(e).__name__}: {e}. Use the state of its own init, or make one by "
+                "tx.shard(plain, params)."
+            ) from e
         self._check_state(layout, new_state)
         steps, _ = self._decided(layout, update)
         reusable = key is not None and not any(map(is_tracer, update.program.consts.values()))
@@ -336,7 +345,9 @@ class Programs:
             if tuple(update.shape) != leaf.shape:
                 raise StateMismatchError(
                     f"params{leaf.path}: the wrapped optimizer returned an update of shape "
-                    f"{list(update.shape)} for a parameter of shape {list(leaf.shape)}."
+                    f"{list(update.shape)} for a parameter of shape {list(leaf.shape)}. An "
+                    "optimizer that takes gradients per example needs per_example=True, and any "
+                    "other must not have it."
                 )
         return flat
 

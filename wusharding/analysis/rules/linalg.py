@@ -119,8 +119,8 @@ register(
 )
 register("conv_general_dilated", OpRule("linalg", _conv_factors, merged_dims=False, matrix=True))
 register(
-    """cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur
-    svd symmetric_product tridiagonal""",
+    """cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr
+    schur svd symmetric_product tridiagonal""",
     OpRule("linalg", _batched(2), merged_dims=False, matrix=True),
 )
 register("triangular_solve", OpRule("linalg", _solve(2), merged_dims=False, matrix=True))
