@@ -238,10 +238,7 @@ class OneShard:
     """In the place of `Collectives`, for a device that needs to know its number only."""
 
     replicas: Replicas
-    index: jax.Array
-
-    def shard_index(self) -> jax.Array:
-        return self.index
+    shard_index: jax.Array
 
 
 def _interpreter(replicas: Replicas, index: jax.Array) -> Interpreter:

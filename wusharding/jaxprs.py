@@ -171,13 +171,13 @@ class _Builder:
     def atom(self, atom: Any, env: dict[Any, int]) -> int:
         if not isinstance(atom, jex.Literal):
             return env[atom]
-        value = atom.val
-        if getattr(value, "shape", ()) != () or is_extended(atom.aval.dtype):
+        value, aval = atom.val, array_aval(atom.aval)
+        if getattr(value, "shape", ()) != () or is_extended(aval.dtype):
             return self.const(value, atom.aval)
         number = value if isinstance(value, bool | int | float) else value.item()
         sign = math.copysign(1.0, number) if isinstance(number, float) else 1.0
         weak = getattr(atom.aval, "weak_type", False)
-        key = (type(value), atom.aval.dtype, weak, number, sign)
+        key = (type(value), aval.dtype, weak, number, sign)
         if key not in self._literals:
             self._literals[key] = self.const(value, atom.aval)
         return self._literals[key]

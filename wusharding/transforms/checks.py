@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from wusharding.analysis.choose import FORMAT_CHOICES as FORMAT_CHOICES
 from wusharding.analysis.choose import TARGETS as TARGETS
@@ -49,7 +49,7 @@ def as_transformation(optimizer: Any) -> optax.GradientTransformation:
 def axis_tuple(name: str, axis: Any) -> tuple[str, ...]:
     """One mesh axis or several, as a tuple."""
     several = isinstance(axis, Iterable) and not isinstance(axis, str)
-    axes = tuple(axis) if several else (axis,)
+    axes: tuple[Any, ...] = tuple(axis) if several else (axis,)
     if not axes or not all(isinstance(a, str) for a in axes) or len(set(axes)) != len(axes):
         raise ValueError(f"{name}={axis!r}: need a mesh axis name, or several different ones.")
     return axes
@@ -261,11 +261,24 @@ def place(
 
 def resharded(x: Any, spec: PartitionSpec, context: Context) -> Any:
     """An explicit-mode operand in the sharding that `shard_map` expects."""
-    if unreduced_axes(x) or not hasattr(x, "shape"):
+    have = spec_of(x)
+    if have is None or unreduced_axes(x):
         return x
-    if spec_of(x) is None or spec_of(x) == spec:
+    want = _explicit_part(spec, context.mesh)
+    if have == want:
         return x
-    return jax.sharding.reshard(x, NamedSharding(context.mesh, spec))  # type: ignore[arg-type]
+    return jax.sharding.reshard(x, NamedSharding(context.mesh, want))  # type: ignore[arg-type]
+
+
+def _explicit_part(spec: PartitionSpec, mesh: Any) -> PartitionSpec:
+    """A spec without the axes that the compiler partitions: types do not name those."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    entries = []
+    for entry in spec:
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        kept = tuple(a for a in axes if kinds[a] == AxisType.Explicit)
+        entries.append(kept or None)
+    return PartitionSpec(*entries)
 
 
 # -------------------------------------------------------------------------------- state, gradients

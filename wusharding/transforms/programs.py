@@ -436,9 +436,12 @@ def _guesses(layout: Layout) -> list[dict[str, Any]]:
 
 
 def split_extra(extra: Mapping[str, Any]) -> tuple[list[Any], list[Any], Any]:
-    """Arrays, everything else (functions, flags), and the tree that joins them again."""
+    """Arrays, everything else (functions, flags), and the tree that joins them again.
+
+    A Python float is an array: a loss that changes from step to step must not compile anew.
+    """
     leaves, treedef = jax.tree.flatten(dict(extra))
-    arrays = [x for x in leaves if _is_array(x)]
+    arrays = [jnp.asarray(x) if isinstance(x, float) else x for x in leaves if _is_array(x)]
     static = [None if _is_array(x) else x for x in leaves]
     marks = tuple(_is_array(x) for x in leaves)
     return arrays, static, (treedef, marks)
@@ -454,11 +457,11 @@ def merge_extra(arrays: Sequence[Any], static: Sequence[Any], joined: Any) -> di
 
 
 def _is_array(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
+    return isinstance(x, float) or (hasattr(x, "shape") and hasattr(x, "dtype"))
 
 
 def _is_hashable_constant(x: Any) -> bool:
-    return x is None or isinstance(x, bool | int | float | str)
+    return x is None or isinstance(x, bool | int | str)
 
 
 def flatten_with_paths(tree: Any) -> tuple[tuple[str, ...], list[Any], Any]:

@@ -99,7 +99,8 @@ def _gather_localize(op: Op, view: LocalView) -> dict[str, Any]:
 
     slices = list(view.in_shapes[0])
     for d, n in enumerate(op.params["slice_sizes"]):
-        if operand.count(operand[d]) == 1:  # merged dims are taken whole
+        # Merged dims are taken whole, or are batch dims.
+        if operand.count(operand[d]) == 1 or d in numbers.operand_batching_dims:
             slices[operand[d]] = min(n, slices[operand[d]])
     return op.params | {
         "dimension_numbers": numbers._replace(
