@@ -337,8 +337,8 @@ def case_table(case: Case) -> Table:
         table.add_row(
             row.variant,
             *(_spread(s) for s in (row.step_ms, row.update_ms, row.collectives_ms)),
-            f"{row.rest_ms.median:.3g}",
-            f"{row.step_cpu_ms.median:.3g} ({row.step_system_ms.median:.3g})",
+            _ms(row.rest_ms.median),
+            f"{_ms(row.step_cpu_ms.median)} ({_ms(row.step_system_ms.median)})",
             f"{x['step']:.2f}, {x['step_cpu']:.2f}",
             f"{x['update']:.1f}, {x['update_cpu']:.1f}",
             f"{x['rest']:.1f}",
@@ -352,8 +352,12 @@ def case_table(case: Case) -> Table:
     return table
 
 
+def _ms(x: float) -> str:
+    return f"{x:.0f}" if abs(x) >= 100 else f"{x:.3g}"
+
+
 def _spread(s: Spread) -> str:
-    return f"{s.median:.3g} [{s.low:.3g}, {s.high:.3g}]"
+    return f"{_ms(s.median)} [{_ms(s.low)}, {_ms(s.high)}]"
 
 
 def stages_table(stages: Sequence[Stages]) -> Table:
@@ -406,7 +410,7 @@ def plot(cases: Sequence[Case], path: Path) -> None:
             ax.text(row.update_ms.median, i + 0.27, text, va="center", fontsize=7)
         ax.set_yticks(y, [r.variant for r in case.rows])
         ax.invert_yaxis()
-        ax.set_xlim(0, 1.35 * max(r.step_ms.median for r in case.rows))
+        ax.set_xlim(0, 1.35 * max(*(r.step_ms.median for r in case.rows), *update))
         ax.set_title(f"{case.optimizer}, {case.num_elems / 1e6:.3g} M weights", fontsize=10)
         ax.spines[["top", "right"]].set_visible(False)
     for ax in axes[-1]:

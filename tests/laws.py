@@ -13,6 +13,7 @@ Data must be able to tell right from wrong: all-zero and constant arrays are ref
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,13 +87,12 @@ def is_plain(x: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Application:
-    """One primitive applied once: whole operands and whole results."""
+    """One primitive applied once, and its whole operands."""
 
     op: Op
     ins: list[Aval]
     outs: list[Aval]
     args: list[Any]
-    results: list[Any]
 
     def factors(self, rule: OpRule) -> Factors:
         return rule.factors(self.op, self.ins, self.outs)
@@ -109,14 +109,15 @@ def applications(name: str, fun: Callable[..., Any], *args: Any) -> list[Applica
     program, _ = trace(fun, *args)
     env: dict[int, Any] = dict(program.consts)
     env.update(zip(program.inputs, args, strict=True))
+    wanted = [k for k, op in enumerate(program.ops) if op.name == name]
     found = []
-    for op in program.ops:
+    for op in program.ops[: wanted[-1] + 1] if wanted else []:
         values = [env[v] for v in op.ins]
-        results = evaluate(op, op.params, values)
-        env.update(zip(op.outs, results, strict=True))
         if op.name == name:
             ins, outs = ([program.avals[v] for v in vs] for vs in (op.ins, op.outs))
-            found.append(Application(op, ins, outs, values, results))
+            found.append(Application(op, ins, outs, values))
+        if len(found) < len(wanted):
+            env.update(zip(op.outs, evaluate(op, op.params, values), strict=True))
     return found
 
 
@@ -269,11 +270,13 @@ def step_of(app: Application, rule: OpRule, fit: Fit, replicas: Replicas) -> Com
 Pieces = list[dict[Device, np.ndarray]]  # of each result
 
 
-def run_pieces(app: Application, rule: OpRule, trials: Sequence[Trial]) -> list[Pieces]:
-    """Splits and runs on every device, for each trial.
+def run_pieces(
+    app: Application, rule: OpRule, trials: Sequence[Trial]
+) -> tuple[list[Pieces], list[np.ndarray]]:
+    """Splits and runs on every device, for each trial; also what the whole gives.
 
-    Devices that do the same share a column, and one compiled function runs a turn of each column:
-    compiling is what takes the time here.
+    Devices that do the same share a column, and one compiled function runs a turn of each column
+    and the whole: compiling is what takes the time here.
     """
     columns: dict[Any, list[tuple[int, Device, list[Any]]]] = {}
     for k, t in enumerate(trials):
@@ -283,24 +286,35 @@ def run_pieces(app: Application, rule: OpRule, trials: Sequence[Trial]) -> list[
             local = [piece(x, p, t.replicas, at, t.turn) for x, p in pairs]
             key = (step.view, step.masks, tuple(np.shape(x) for x in local))
             columns.setdefault(key, []).append((k, at, local))
-    first = [trials[column[0][0]] for column in columns.values()]
-
-    @jax.jit
-    def run(indices: Any, operands: Any) -> list[list[jax.Array]]:
-        return [
-            _run_piece(app, rule, t, i, xs)
-            for t, i, xs in zip(first, indices, operands, strict=True)
-        ]
-
+    first = tuple(trials[column[0][0]] for column in columns.values())
+    run = _compiled(app.op, tuple(app.ins), tuple(app.outs), rule, first)
     pieces: list[Pieces] = [[{} for _ in app.outs] for _ in trials]
+    whole: list[Any] = []
     with _registered(app.op.name, rule):
         for turn in range(max(map(len, columns.values()), default=0)):
             now = [column[turn % len(column)] for column in columns.values()]
-            results = run([np.int32(at.shard) for _, at, _ in now], [xs for _, _, xs in now])
+            indices, local = [np.int32(at.shard) for _, at, _ in now], [xs for _, _, xs in now]
+            results, whole = run(indices, local, app.args)
             for (k, at, _), found in zip(now, results, strict=True):
                 for of_result, x in zip(pieces[k], found, strict=True):
                     of_result[at] = np.asarray(x)
-    return pieces
+    return pieces, [np.asarray(x) for x in whole]
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(
+    op: Op, ins: tuple[Aval, ...], outs: tuple[Aval, ...], rule: OpRule, trials: tuple[Trial, ...]
+) -> Callable[[Any, Any, Any], Any]:
+    """One device's piece for each trial, and the whole."""
+    app = Application(op, list(ins), list(outs), [])
+
+    @jax.jit
+    def run(indices: Any, operands: Any, args: Any) -> Any:
+        columns = zip(trials, indices, operands, strict=True)
+        pieces = [_run_piece(app, rule, t, i, xs) for t, i, xs in columns]
+        return pieces, evaluate(op, op.params, args)
+
+    return run
 
 
 def _run_piece(
@@ -322,10 +336,12 @@ def _run_piece(
     return found
 
 
-def join_and_compare(app: Application, pieces: Pieces, trial: Trial, tolerance: float) -> None:
+def join_and_compare(
+    app: Application, pieces: Pieces, whole: list[np.ndarray], trial: Trial, tolerance: float
+) -> None:
     """Raises `LawBroken` where the joined results are not those of the whole."""
     for i, (aval, placement) in enumerate(zip(app.outs, trial.fit.outs, strict=True)):
-        got, want = join(pieces[i], aval, placement, trial), np.asarray(app.results[i])
+        got, want = join(pieces[i], aval, placement, trial), whole[i]
         if not same(got, want, tolerance):
             raise LawBroken(
                 f"{trial.here}: joined {got.tolist()} is not the whole's {want.tolist()}"
@@ -379,7 +395,7 @@ def check_rule(
     num_shards: Sequence[int] = NUM_SHARDS,
     *,
     tolerance: float = 0.0,
-    tiled: bool = False,
+    num_tiled: int = 0,
 ) -> Coverage:
     """The split-run-join law, for every split of every operand and result.
 
@@ -388,7 +404,8 @@ def check_rule(
       rule: its rule, right or wrong.
       num_shards: each of them is tried.
       tolerance: absolute and relative, for functions that compilers vectorise differently.
-      tiled: also tile each dim of each operand over a `model` axis, alone and under each split.
+      num_tiled: at this number of shards, each dim of each operand is also tiled over a `model`
+        axis, alone and under each split.
 
     Raises:
       LawBroken: the joined result is not that of the whole.
@@ -399,7 +416,7 @@ def check_rule(
     trials = []
     for turn, n in enumerate(num_shards):
         replicas = replicas_of(n)
-        for tiling in [None, *_tilings(app)] if tiled else [None]:
+        for tiling in [None, *_tilings(app)] if n == num_tiled else [None]:
             tiles = _tiles(app, factors, tiling, replicas)
             if tiling is not None:
                 fit = try_fit(factors, tiles, None, replicas) if tiles else None
@@ -415,8 +432,9 @@ def check_rule(
                 trials.append(Trial(fit, replicas, turn, here))
                 coverage.split.add(where)
     trials = list({(t.fit, t.replicas): t for t in trials}.values())
-    for t, pieces in zip(trials, run_pieces(app, rule, trials), strict=True):
-        join_and_compare(app, pieces, t, tolerance)
+    pieces, whole = run_pieces(app, rule, trials)
+    for t, of_trial in zip(trials, pieces, strict=True):
+        join_and_compare(app, of_trial, whole, t, tolerance)
     return coverage
 
 
@@ -545,7 +563,7 @@ def _let_through(
     apps: list[Application], rule: OpRule, factors: Factors, f: int, tolerance: float
 ) -> str | None:
     size = factors.sizes[f]
-    alike = [g for g in factors.blocked if g != f and factors.sizes[g] == size]
+    alike = [g for g in factors.blocked if g != f and _length(factors, apps[0], g) == size]
     merges = [set(), *({g} for g in alike), *map(set, itertools.combinations(alike, 2))]
     for joined in merges:
         labels = [
@@ -579,8 +597,7 @@ def _variations(app: Application) -> list[Application]:
     found = [app]
     for vary in (np.flip, _negated):
         args = [vary(np.asarray(x)) if is_plain(x) else x for x in app.args]
-        results = evaluate(app.op, app.op.params, args)
-        found.append(dataclasses.replace(app, args=args, results=results))
+        found.append(dataclasses.replace(app, args=args))
     return found
 
 
@@ -616,7 +633,8 @@ def _working(
     size = factors.sizes[f]
     n = next(n for n in range(2, size + 2) if (size % n == 0) == evenly)
     working = []
-    pieces: Pieces | None = None
+    pieces: list[Pieces] = []
+    whole: list[np.ndarray] = []
     for how in hows:
         reduced = {} if how == "pass" else {f: how}
         tried = factors._replace(reduced=reduced)  # type: ignore[arg-type]
@@ -626,11 +644,11 @@ def _working(
             return []
         trial = Trial(fit, replicas, n, "")
         try:
-            if pieces is None or not evenly:
-                (pieces,) = run_pieces(app, rule, [trial])
-            join_and_compare(app, pieces, trial, tolerance)
+            if not pieces or not evenly:
+                pieces, whole = run_pieces(app, rule, [trial])
+            join_and_compare(app, pieces[0], whole, trial, tolerance)
         except Exception:  # whatever goes wrong, it does not work
-            if pieces is None:
+            if not pieces:
                 return []
             continue
         working.append(how)
@@ -653,7 +671,8 @@ def check_linear(app: Application, partial: tuple[int, ...], tolerance: float = 
         _parts(x, num_parts, i) if i in partial else [x] * num_parts for i, x in enumerate(app.args)
     ]
     done = [evaluate(app.op, app.op.params, list(args)) for args in zip(*columns, strict=True)]
-    for parts, want in zip(zip(*done, strict=True), app.results, strict=True):
+    whole = evaluate(app.op, app.op.params, app.args)
+    for parts, want in zip(zip(*done, strict=True), whole, strict=True):
         total = add_up([np.asarray(p) for p in parts])
         if not same(total, np.asarray(want), tolerance):
             raise LawBroken(f"{app.op.name} is not linear in operands {partial}")

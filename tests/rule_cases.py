@@ -265,12 +265,12 @@ for window in ((2, 1), (1, 2), (1, 1)):
             window_strides=(1, 1),
             padding="SAME",
         )
-        case(f"reduce_window{kind}", fun, numbers((5, 3)), F32(start))
+        case(f"reduce_window{kind}", fun, numbers((5, 3)), init_value=F32(start))
 case(
     "reduce_window_sum",
     lax.reduce_window,
     numbers((5, 1, 3)),
-    F32(0),
+    init_value=F32(0),
     computation=lax.add,
     window_dimensions=(1, 1, 1),
     window_strides=(1, 1, 1),

@@ -220,9 +220,6 @@ def test_ambient_mesh_without_the_axis():
         wus.shard_updates(optax.adam(0.1)).init(good_params())
 
 
-@pytest.mark.xfail(
-    strict=True, reason="JAX's own ValueError comes first: 'context mesh ... should match'"
-)
 def test_another_mesh_around_than_the_one_given():
     with jax.set_mesh(mesh_of({"rows": 4})), refused(wus.ContextError, "'rows'", "'data'"):
         optimizer_of(mesh=mesh_of({"data": 8})).init(good_params())

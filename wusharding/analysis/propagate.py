@@ -140,6 +140,8 @@ class Propagation:
             for label, axes in zip(labels[at], placement.tiles, strict=True)
             if axes and label and label[0] not in factors.blocked
         }
+        if len(tiles) != sum(map(bool, placement.tiles)):
+            return False  # a tile is lost on the way, and the split is of what the tiles leave
         span = placement.span
         split = split_of(labels[at], span, factors) if span else None
         if split is None and not tiles:
@@ -150,6 +152,8 @@ class Propagation:
         changed = False
         for value, label in zip(values, labels, strict=True):
             if value in hints or value in self.program.consts:
+                continue
+            if any(f in tiles for run in label for f in run[1:]):
                 continue
             tiled = tuple(tiles.get(f[0], ()) if f else () for f in label)
             found = span_for(label, split, factors, local) if split else ABSENT

@@ -84,13 +84,21 @@ def _manual_sizes(bound: dict[str, int | None]) -> tuple[tuple[str, int], ...]:
 
 
 def current_mesh(mesh: Mesh | None) -> Mesh | AbstractMesh | None:
-    """The ambient mesh if it has the axes of `mesh`, else `mesh`."""
+    """The ambient mesh, else `mesh`.
+
+    Raises:
+      ContextError: both are there and differ.
+    """
     ambient = jax.sharding.get_abstract_mesh()
-    if mesh is None:
-        return None if ambient.empty else ambient
-    if not ambient.empty and ambient == mesh.abstract_mesh:
-        return ambient
-    return mesh
+    if ambient.empty:
+        return mesh
+    if mesh is not None and ambient != mesh.abstract_mesh:
+        raise ContextError(
+            f"mesh=: has axes {dict(mesh.shape)}, and the ambient mesh has {dict(ambient.shape)} "
+            "or other kinds of axes. Call within `with jax.set_mesh(mesh)` of the same mesh, or "
+            "outside of any."
+        )
+    return ambient
 
 
 def check_axes(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> None:

@@ -1,0 +1,107 @@
+"""Formats: the round trip is bitwise for every shape, and padding never comes back."""
+
+import itertools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wusharding.formats import Format
+from wusharding.formats.buckets import fill_buckets
+
+SHAPES = [(), (0,), (1,), (3,), (7,), (13,), (4, 0, 2), (1, 5), (17, 12), (3, 3, 5, 7), (5, 1, 2)]
+SHARDS = [*range(1, 9), 256, 2048]
+
+
+def bits(shape: tuple[int, ...]) -> np.ndarray:
+    """Floats of every kind: NaNs with payloads, infinities and negative zero among them."""
+    words = np.arange(1, math.prod(shape) + 1, dtype=np.uint32) * np.uint32(2654435761)
+    words[::5] = 0x7FC12345
+    words[1::7] = 0x80000000
+    return words.view(np.float32).reshape(shape)
+
+
+def formats(shape: tuple[int, ...], num_shards: int) -> list[Format]:
+    ndim = max(len(shape), 1)
+    runs = [(lo, hi) for lo, hi in itertools.combinations(range(ndim + 1), 2)]
+    return [Format.split(shape, lo, hi, num_shards=num_shards) for lo, hi in runs]
+
+
+@pytest.mark.parametrize("num_shards", SHARDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_round_trip_is_bitwise(shape: tuple[int, ...], num_shards: int) -> None:
+    x = bits(shape)
+    for fmt in formats(shape, num_shards):
+        stored = fmt.pack(x)
+        assert stored.shape == fmt.padded_shape
+        assert stored.size == math.prod(shape) + fmt.pad_elems
+        assert fmt.unpack(stored).view(np.uint32).tolist() == x.view(np.uint32).tolist()
+
+
+@pytest.mark.parametrize("shape", [(13,), (17, 12), (3, 3, 5, 7)], ids=str)
+def test_a_shard_is_its_piece_of_the_packed_array(shape: tuple[int, ...]) -> None:
+    x = np.arange(1, math.prod(shape) + 1, dtype=np.float32).reshape(shape)
+    for num_shards in (1, 3, 8):
+        for fmt in formats(shape, num_shards):
+            pieces = np.split(fmt.pack(x), num_shards, axis=fmt.storage_dim)
+            for i, piece in enumerate(pieces):
+                assert piece.shape == fmt.shard_shape
+                found = fmt.to_stored(fmt.shard_of(jnp.asarray(x), i))
+                np.testing.assert_array_equal(found, piece)
+            np.testing.assert_array_equal(fmt.pack(jnp.asarray(x)), fmt.pack(x))
+
+
+def test_padding_does_not_come_back() -> None:
+    x = np.arange(1, 17 * 12 + 1, dtype=np.float32).reshape(17, 12)
+    for fmt in formats((17, 12), 8):
+        stored = fmt.pack(x)
+        poisoned = np.where(fmt.pack(np.ones_like(x)) == 0, np.nan, stored)
+        assert np.isnan(poisoned).sum() == fmt.pad_elems
+        np.testing.assert_array_equal(fmt.unpack(poisoned), x)
+
+
+def test_rows_and_lanes_hold_the_same_elements() -> None:
+    x = np.arange(4096, dtype=np.float32).reshape(16, 256)
+    fmt = Format.split((16, 256), 0, 2, num_shards=4, multiple_of=1024, lanes=128)
+    assert (fmt.shard_shape, fmt.padded_shape) == ((8, 128), (32, 128))
+    np.testing.assert_array_equal(fmt.pack(x).reshape(-1), x.reshape(-1))
+    np.testing.assert_array_equal(fmt.unpack(fmt.pack(x)), x)
+    local = fmt.to_local(jnp.asarray(fmt.pack(x)[:8]))
+    assert local.shape == fmt.local_shape == (1024,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((3, 5), 0, 3, 2, 8), "do not lie in shape"),
+        (((3, 5), 1, 1, 2, 8), "do not lie in shape"),
+        (((3, 5), 0, 2, 4, 3), "do not hold 15 elements"),
+        (((3, 5), 0, 2, 0, 15), "do not hold"),
+        (((3, 5), 0, 1, 3, 1, 128), "needs flattened storage"),
+        (((3, 5), 0, 2, 3, 5, 128), "a chunk that it divides"),
+    ],
+)
+def test_bad_formats_are_refused(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Format(*arguments)
+
+
+@given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 50))
+def test_buckets_cover_every_element_once(elems: list[int], capacity: int) -> None:
+    buckets = fill_buckets(elems, capacity)
+    covered: dict[int, list[tuple[int, int]]] = {}
+    for bucket in buckets:
+        size = sum(p.stop - p.start for p in bucket)
+        assert size <= capacity or (len(bucket) == 1 and elems[bucket[0].array] >= capacity)
+        for p in bucket:
+            covered.setdefault(p.array, []).append((p.start, p.stop))
+    for i, n in enumerate(elems):
+        ends = [0, *(stop for _, stop in covered.get(i, []))]
+        starts = [start for start, _ in covered.get(i, [])]
+        assert starts == ends[:-1] and ends[-1] == n
+    small = sum(n for n in elems if n < capacity)
+    alone = sum(n >= capacity for n in elems)
+    assert len(buckets) == alone + -(-small // capacity)
