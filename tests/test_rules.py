@@ -32,8 +32,7 @@ from wusharding.analysis.schedule import Compute
 REFUSED_WELL = {
     "conv_general_dilated": "input features of grouped batches: in an update as good as never",
     "ormqr": "part of a factorisation, which its owner does as a whole",
-    "scatter-add": "split updates would meet the whole operand on each shard, unless it is zero",
-    "scatter-max": "as scatter-add; that a maximum may meet it twice helps no optimizer",
+    "scatter-max": "split updates meet the whole operand on each shard: of no use for sums",
     "scatter-min": "as scatter-max",
     "symmetric_product": "adds up over columns only where beta is 0",
 }
@@ -312,7 +311,7 @@ def test_two_rules_for_one_primitive_are_refused():
 
 # ---------------------------------------------------------------------------------------- at random
 
-examples = hypothesis.settings(max_examples=12, derandomize=True, deadline=None)
+examples = hypothesis.settings(max_examples=10, derandomize=True, deadline=None)
 lengths = st.sampled_from((1, 2, 3, 5, 7))
 shapes = st.lists(lengths, min_size=1, max_size=4).map(tuple).filter(lambda s: math.prod(s) <= 300)
 counts = st.sampled_from(laws.NUM_SHARDS)
@@ -411,7 +410,7 @@ def test_concatenate_at_random(shape: tuple[int, ...], n: int, data: st.DataObje
 
 
 @examples
-@hypothesis.given(st.permutations((2, 3, 5, 7)), counts, st.data())
+@hypothesis.given(st.permutations((2, 3, 5, 6)), counts, st.data())
 def test_dot_general_at_random(sizes: list[int], n: int, data: st.DataObject):
     """Dims of both operands are letters: `b` batch, `c` contracted, `m` and `n` free."""
     letters = dict(zip("bcmn", sizes, strict=True))
