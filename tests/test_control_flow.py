@@ -219,6 +219,15 @@ OPTIMIZERS = {
 }
 
 
+# What no piece can do: gathered, or given to an owner.
+NEED_THE_WHOLE = {
+    "chosen": {"argmax"},
+    "sorted_within": {"sort", "cumsum"},
+    "sorted_in_turn": {"owner"},
+    "sorted_while": {"owner"},
+}
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("context", ["checked", "unchecked"])
 def test_control_flow_on_shards_equals_that_on_the_whole(name: str, context: str) -> None:
@@ -229,3 +238,11 @@ def test_control_flow_on_shards_equals_that_on_the_whole(name: str, context: str
     wanted_params, wanted_state = reference(optimizer, start, means)
     assert relative_error(loop.whole_params, wanted_params) <= TOLERANCE
     assert relative_error(loop.plain_state, wanted_state) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_control_flow_runs_on_pieces(name: str) -> None:
+    plan = training("checked", OPTIMIZERS[name], params()).tx.plan(params())
+    found = {problem.primitive for problem in plan.whole}
+    found |= {"owner"} if any(plan.owned) else set()
+    assert found == NEED_THE_WHOLE.get(name, set())

@@ -41,6 +41,42 @@ def test_round_trip_is_bitwise(shape: tuple[int, ...], num_shards: int) -> None:
         assert fmt.unpack(stored).view(np.uint32).tolist() == x.view(np.uint32).tolist()
 
 
+@pytest.mark.parametrize("num_shards", [1, 3, 8, 256])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_round_trip_of_jax_arrays_is_bitwise(shape: tuple[int, ...], num_shards: int) -> None:
+    x = bits(shape)
+    for fmt in formats(shape, num_shards):
+        found = np.asarray(fmt.unpack(fmt.pack(jnp.asarray(x))))
+        assert found.view(np.uint32).tolist() == x.view(np.uint32).tolist()
+
+
+@pytest.mark.parametrize("dtype", [bool, np.int8, np.complex64, jnp.bfloat16, np.float16])
+def test_round_trip_of_every_dtype(dtype: np.dtype) -> None:
+    x = np.arange(17 * 12).reshape(17, 12).astype(dtype)
+    for fmt in formats((17, 12), 5):
+        stored = fmt.pack(x)
+        assert stored.dtype == x.dtype
+        np.testing.assert_array_equal(fmt.unpack(stored), x)
+
+
+@given(
+    st.lists(st.sampled_from((1, 2, 3, 5, 7, 11)), max_size=4).map(tuple),
+    st.integers(1, 9),
+    st.integers(1, 5),
+    st.data(),
+)
+def test_round_trip_of_longer_chunks(
+    shape: tuple[int, ...], num_shards: int, multiple_of: int, data: st.DataObject
+) -> None:
+    lo = data.draw(st.integers(0, max(len(shape) - 1, 0)))
+    hi = data.draw(st.integers(lo + 1, max(len(shape), 1)))
+    fmt = Format.split(shape, lo, hi, num_shards=num_shards, multiple_of=multiple_of)
+    assert fmt.chunk_elems % multiple_of == 0
+    x = bits(shape)
+    stored = np.where(fmt.pack(np.ones(shape)) == 0, np.float32(np.inf), fmt.pack(x))
+    assert fmt.unpack(stored).view(np.uint32).tolist() == x.view(np.uint32).tolist()
+
+
 @pytest.mark.parametrize("shape", [(13,), (17, 12), (3, 3, 5, 7)], ids=str)
 def test_a_shard_is_its_piece_of_the_packed_array(shape: tuple[int, ...]) -> None:
     x = np.arange(1, math.prod(shape) + 1, dtype=np.float32).reshape(shape)
@@ -71,6 +107,17 @@ def test_rows_and_lanes_hold_the_same_elements() -> None:
     np.testing.assert_array_equal(fmt.unpack(fmt.pack(x)), x)
     local = fmt.to_local(jnp.asarray(fmt.pack(x)[:8]))
     assert local.shape == fmt.local_shape == (1024,)
+
+
+@pytest.mark.parametrize("shape", [(1,), (5,), (17, 12), (3, 3, 5, 7), (0,)], ids=str)
+def test_lanes_drop_their_padding(shape: tuple[int, ...]) -> None:
+    x = bits(shape)
+    lo, hi = 0, len(shape)
+    fmt = Format.split(shape, lo, hi, num_shards=3, multiple_of=16, lanes=8)
+    assert fmt.padded_shape == (3 * fmt.shard_shape[0], 8)
+    stored = np.where(fmt.pack(np.ones(shape)) == 0, np.float32(np.nan), fmt.pack(x))
+    assert fmt.unpack(stored).view(np.uint32).tolist() == x.view(np.uint32).tolist()
+    assert fmt.to_stored(fmt.shard_of(jnp.asarray(x), 1)).shape == fmt.shard_shape
 
 
 @pytest.mark.parametrize(
@@ -105,3 +152,13 @@ def test_buckets_cover_every_element_once(elems: list[int], capacity: int) -> No
     small = sum(n for n in elems if n < capacity)
     alone = sum(n >= capacity for n in elems)
     assert len(buckets) == alone + -(-small // capacity)
+
+
+def test_the_edge_of_a_bucket_may_lie_inside_an_array() -> None:
+    buckets = fill_buckets([3, 0, 2, 9, 1], 4)
+    assert [[tuple(piece) for piece in bucket] for bucket in buckets] == [
+        [(3, 0, 9)],
+        [(0, 0, 3), (2, 0, 1)],
+        [(2, 1, 2), (4, 0, 1)],
+    ]
+    assert fill_buckets([0, 0], 4) == fill_buckets([], 4) == []

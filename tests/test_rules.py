@@ -20,11 +20,12 @@ from tests import laws
 from tests.laws import LawBroken, applications, check_linear, check_rule, numbers
 from tests.rule_cases import CASES, F32, Case, below, flags
 from wusharding.analysis.decide import decide
-from wusharding.analysis.placement import Placement
+from wusharding.analysis.placement import Placement, Span
 from wusharding.analysis.propagate import Propagation
 from wusharding.analysis.rules import RULES, Factors, OpRule
 from wusharding.analysis.rules.base import register
-from wusharding.analysis.schedule import Compute
+from wusharding.analysis.schedule import Communicate, Compute
+from wusharding.jaxprs import trace
 
 # ---------------------------------------------------------------------------------- what is refused
 
@@ -146,6 +147,14 @@ def test_linear_operations_commute_with_sums(primitive: str):
             check_linear(app, partial, c.tolerance)
             checked += 1
     assert checked
+
+
+@pytest.mark.parametrize(("dtype", "last"), [(np.int32, Compute), (np.float32, Communicate)])
+def test_sums_of_integers_are_finished_before_they_are_divided(dtype: Any, last: type):
+    program, _ = trace(lambda x: lax.div(jnp.sum(x), x.dtype.type(3)), numbers((5,), dtype))
+    propagation = Propagation(program, laws.replicas_of(2))
+    schedule, _ = decide(propagation, [Placement(((),), Span(0, 1, 3))], [None], [-1])
+    assert isinstance(schedule.steps[-1], last)
 
 
 WHOLE: dict[str, Callable[[Any, int], Any]] = {
