@@ -26,6 +26,7 @@ from wusharding.analysis.rules import RULES, Factors, OpRule
 from wusharding.analysis.rules.base import register
 from wusharding.analysis.schedule import Communicate, Compute
 from wusharding.jaxprs import trace
+from wusharding.transforms.interpret import neutral
 
 # ---------------------------------------------------------------------------------- what is refused
 
@@ -473,3 +474,11 @@ def test_cumulative_and_sort_at_random(shape: tuple[int, ...], n: int, data: st.
     dim = data.draw(st.integers(0, len(shape) - 1))
     check("cumsum", n, lambda x: lax.cumsum(x, dim), numbers(shape))
     check("sort", n, lambda x: lax.sort(x, dimension=dim), numbers(shape))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"])
+def test_what_fills_padding_changes_no_extreme(dtype: str):
+    x = jnp.asarray([-3, 1, 2]).astype(dtype)
+    for reduction, reduce in (("max", jnp.max), ("min", jnp.min)):
+        padded = jnp.append(x, neutral(reduction, x.dtype))
+        assert float(reduce(padded.astype(jnp.float32))) == float(reduce(x.astype(jnp.float32)))

@@ -236,7 +236,9 @@ def neutral(reduction: Reduction, dtype: Any) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.integer):
         info = jnp.iinfo(dtype)
         return jnp.array(info.min if reduction == "max" else info.max, dtype)
-    return jnp.array(-jnp.inf if reduction == "max" else jnp.inf, dtype)
+    sign = -1 if reduction == "max" else 1
+    limit = jnp.array(sign * jnp.inf, dtype)  # some 8-bit floats have no infinity, and give NaN
+    return jnp.where(jnp.isnan(limit), jnp.array(sign * jnp.finfo(dtype).max, dtype), limit)
 
 
 # --------------------------------------------------------------------- evaluating whole operations
