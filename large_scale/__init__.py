@@ -1,0 +1,1 @@
+"""Training on large clusters: topologies, meshes, compiling for machines you do not have."""
