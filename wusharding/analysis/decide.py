@@ -646,10 +646,13 @@ class _Decider:
         )
         inner = [self.values[v] for v in ins[:n_const]]
         inner += [Value(p) for p in carry]
-        inner += [Value(_drop_dim(self.values[v].placement)) for v in ins[n_const + n_carry :]]
+        for v in ins[n_const + n_carry :]:
+            placement = self.values[v].placement.without_leading_dim()
+            assert placement is not None, "scanned operands are unstacked"
+            inner.append(Value(placement))
         ys: list[Placement | None] = [None] * (len(op.outs) - n_carry)
         schedule, problems = self._body(body, inner, [*carry, *ys], True)
-        outs = [*carry, *(_add_dim(p) for _, p in schedule.outputs[n_carry:])]
+        outs = [*carry, *(p.with_leading_dim() for _, p in schedule.outputs[n_carry:])]
         start = [
             self._placed(v, p, "it goes round a loop", op)
             for v, p in zip(ins[n_const : n_const + n_carry], carry, strict=True)
@@ -730,16 +733,6 @@ def _feeds_matrix(program: Program) -> set[int]:
         if _is_matrix_work(op) or (through and found.issuperset(op.outs)):
             found.update(op.ins)
     return found
-
-
-def _drop_dim(p: Placement) -> Placement:
-    span = p.span
-    return Placement(p.tiles[1:], Span(span.lo - 1, span.hi - 1, span.chunk) if span else None)
-
-
-def _add_dim(p: Placement) -> Placement:
-    span = p.span
-    return Placement(((), *p.tiles), Span(span.lo + 1, span.hi + 1, span.chunk) if span else None)
 
 
 def _reads(step: Step) -> list[int]:

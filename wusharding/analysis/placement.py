@@ -79,6 +79,20 @@ class Placement:
     def without_span(self) -> Placement:
         return Placement(self.tiles)
 
+    def with_leading_dim(self) -> Placement:
+        """The same for a stack of such values: a whole dim comes first."""
+        return Placement(((), *self.tiles), self._moved_span(1))
+
+    def without_leading_dim(self) -> Placement | None:
+        """The same for one of a stack; None where the leading dim is split."""
+        if self.tiles[0] or (self.span and self.span.lo == 0):
+            return None
+        return Placement(self.tiles[1:], self._moved_span(-1))
+
+    def _moved_span(self, dims: int) -> Span | None:
+        span = self.span
+        return Span(span.lo + dims, span.hi + dims, span.chunk) if span else None
+
     def tile_shape(self, shape: tuple[int, ...], replicas: Replicas) -> tuple[int, ...]:
         """The part of `shape` that the tiles leave on a device."""
         if not any(self.tiles):

@@ -110,12 +110,12 @@ class Propagation:
     def _link(left: Hints, a: int, right: Hints, b: int, shift: int = 0) -> bool:
         """Copies a hint between two values; dim `d` on the left is `d + shift` on the right."""
         if a in left and b not in right:
-            moved = _shift(left[a], shift)
+            moved = _shifted(left[a], shift)
             if moved is not None:
                 right[b] = moved
                 return True
         elif b in right and a not in left:
-            moved = _shift(right[b], -shift)
+            moved = _shifted(right[b], -shift)
             if moved is not None:
                 left[a] = moved
                 return True
@@ -187,19 +187,11 @@ class Propagation:
         return changed
 
 
-def _shift(placement: Placement, shift: int) -> Placement | None:
+def _shifted(placement: Placement, shift: int) -> Placement | None:
     """Drops (-1) or adds (+1) a leading dim."""
     if shift == 0:
         return placement
-    span = placement.span
-    if shift > 0:
-        moved = Span(span.lo + 1, span.hi + 1, span.chunk) if span else None
-        return Placement(((), *placement.tiles), moved)
-    if placement.tiles[0] or (span and span.lo == 0):
-        return None
-    return Placement(
-        placement.tiles[1:], Span(span.lo - 1, span.hi - 1, span.chunk) if span else None
-    )
+    return placement.with_leading_dim() if shift > 0 else placement.without_leading_dim()
 
 
 def control_links(op: Op) -> list[list[tuple[int, int, int]]]:

@@ -396,9 +396,10 @@ def check_same_params(params: Any, layout: Layout, context: Context) -> list[Any
 
 
 def _flatten_like(tree: Any, treedef: Any, name: str) -> list[Any]:
-    paths, leaves, found = flatten_with_paths(tree)
+    leaves, found = jax.tree.flatten(tree)
     if found == treedef:
         return leaves
+    paths, _, _ = flatten_with_paths(tree)
     needed = flatten_with_paths(treedef.unflatten([0] * treedef.num_leaves))[0]
     have, need = list(map(_unboxed, paths)), list(map(_unboxed, needed))
     if have == need:

@@ -6,7 +6,6 @@ Also reads what JAX's types tell of a value: its sharding, and which axes its su
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -154,16 +153,3 @@ def unreduced_axes(x: Any) -> frozenset[str]:
     """Mesh axes over which an explicit value is a sum still to be made."""
     spec = spec_of(x)
     return frozenset(getattr(spec, "unreduced", ())) if spec is not None else frozenset()
-
-
-def first_array_mesh(xs: Sequence[Any]) -> Mesh | None:
-    """The mesh of the first committed array."""
-    for x in xs:
-        sharding = getattr(x, "sharding", None)
-        if (
-            not is_tracer(x)
-            and isinstance(sharding, NamedSharding)
-            and isinstance(sharding.mesh, Mesh)
-        ):
-            return sharding.mesh
-    return None

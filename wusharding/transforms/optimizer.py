@@ -283,15 +283,15 @@ class _Core:
     ) -> Any:
         """Runs `body` on one device's pieces: here if manual, else in a (jitted) `shard_map`.
 
-        `name` identifies the body among eager calls, so that it is compiled once; None if it cannot
-        be compared.
+        `name` identifies the body and its specs among eager calls, so that it is compiled once;
+        None if it cannot be compared.
         """
         if context.manual:
             return body(*args)
         if any(is_tracer(x) for group in args for x in group):
             return _mapped(context, body, in_specs, out_specs)(*args)
         args = checks.place(args, in_specs, names, checks.concrete_mesh(context.mesh))
-        key = (name, context, str(in_specs))
+        key = (name, context)
         if name is None or key not in self._eager:
             fun = jax.jit(_mapped(context, body, in_specs, out_specs))
             if name is None:
