@@ -1,7 +1,9 @@
 """Fits placements to the factors of one operation: which results follow from which operands.
 
 A split is carried from one value to another as the sequence of factors that it covers, major to
-minor, and its chunk. Factors of size 1 are left out: they never change where an element lies.
+minor, and its chunk. Factors of size 1 are left out, for they never change where an element lies:
+`[5, 1, 7]` may be split as `[35]` is. Blocked ones stay, since an operation along the middle dim
+could not be told then which dim it runs along.
 """
 
 from __future__ import annotations
@@ -44,18 +46,23 @@ class Fit(NamedTuple):
 
 def split_of(labels: DimFactors, span: Span, factors: Factors) -> Split:
     """The split that `span` makes of a value labelled `labels`."""
-    covered = (f for label in labels[span.lo : span.hi] for f in label)
-    return Split(tuple(f for f in covered if factors.sizes[f] != 1), span.chunk)
+    covered = tuple(f for label in labels[span.lo : span.hi] for f in label)
+    return Split(_telling(covered, factors), span.chunk)
+
+
+def _telling(label: tuple[int, ...], factors: Factors) -> tuple[int, ...]:
+    """The factors that a split does not pass over."""
+    return tuple(f for f in label if factors.sizes[f] != 1 or f in factors.blocked)
 
 
 def span_for(
     labels: DimFactors, split: Split, factors: Factors, local: Mapping[int, int]
 ) -> Span | Absent | None:
     """The span of a value labelled `labels` under `split`; None where no span can say it."""
-    wanted, sizes = split.factors, factors.sizes
+    wanted = split.factors
     if not wanted:
         return None
-    plain = [tuple(f for f in label if sizes[f] != 1) for label in labels]
+    plain = [_telling(label, factors) for label in labels]
     present = {f for label in plain for f in label}
     if present.isdisjoint(wanted):
         return ABSENT

@@ -85,32 +85,14 @@ class OpRule:
 
 
 RULES: dict[str, OpRule] = {}
-_NOT_ONE = 2
 
 
 def register(names: str | Iterable[str], rule: OpRule) -> None:
     """Adds `rule` for each primitive of `names`, a string of names between spaces."""
-    rule = dataclasses.replace(rule, factors=_apart(rule.factors))
     for name in names.split() if isinstance(names, str) else names:
         if name in RULES:
             raise ValueError(f"primitive {name!r} has a rule already")
         RULES[name] = rule
-
-
-def _apart(factors: FactorsFn) -> FactorsFn:
-    """Keeps blocked dims of length 1 apart from their neighbours.
-
-    A split passes over factors of size 1, so that `[5, 1, 7]` may be split as `[35]` is. But an
-    operation along the middle dim could not be told then which dim it runs along: such a factor is
-    given another size, by which no split passes over it.
-    """
-
-    def labels(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
-        found = factors(op, ins, outs)
-        thin = {f: _NOT_ONE for f in found.blocked if found.sizes[f] == 1}
-        return found._replace(sizes={**found.sizes, **thin}) if thin else found
-
-    return labels
 
 
 def same_dims(ndim: int) -> DimFactors:
