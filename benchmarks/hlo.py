@@ -5,10 +5,14 @@ XLA merged, moved or made asynchronous appear as it left them.
 """
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
+Groups = tuple[tuple[int, ...], ...]
 KINDS = (
     "all-reduce",
     "all-gather",
@@ -30,7 +34,8 @@ class Collective:
       operand_bytes: bytes that the device puts in.
       result_bytes: bytes that the device gets out.
       replica_groups: the attribute's text; the source-target pairs of a permutation.
-      group_size: devices of one group; 0 where the text does not say, and for permutations.
+      groups: the devices that take part together, by their number in the program, which is that
+        in `mesh.devices.flat`; source and target of a permutation; () where the text does not say.
       in_loop: it lies in the body or the condition of a `while`, and may run more than once.
     """
 
@@ -39,16 +44,44 @@ class Collective:
     operand_bytes: int
     result_bytes: int
     replica_groups: str
-    group_size: int
+    groups: Groups
     in_loop: bool
+
+    @property
+    def group_size(self) -> int:
+        """Devices of one group; 0 where they are not known."""
+        return len(self.groups[0]) if self.groups else 0
+
+    def crossed_axes(self, axis_sizes: Mapping[str, int]) -> frozenset[str]:
+        """The mesh axes along which devices of one group differ.
+
+        Args:
+          axis_sizes: the mesh, as `mesh.shape` gives it.
+
+        >>> text = "[4,2]<=[8]"
+        >>> found = Collective("all-reduce", "f32", 4, 4, text, groups_of(text, 8), False)
+        >>> sorted(found.crossed_axes({"data": 4, "model": 2}))
+        ['model']
+        """
+        self._check_groups()
+        sizes = tuple(axis_sizes.values())
+        found = set[str]()
+        for group in self.groups:
+            places = np.stack(np.unravel_index(group, sizes))
+            differ = (places != places[:, :1]).any(axis=1)
+            found.update(a for a, d in zip(axis_sizes, differ, strict=True) if d)
+        return frozenset(found)
+
+    def _check_groups(self) -> None:
+        if not self.groups:
+            raise ValueError(f"{self.kind} of {self.replica_groups!r}: unknown groups")
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that one device sends, were the collective done on a ring."""
         if self.kind in ("collective-permute", "collective-broadcast"):
             return self.operand_bytes
-        if not self.group_size:
-            raise ValueError(f"{self.kind} of {self.replica_groups!r}: unknown group size")
+        self._check_groups()
         others = self.group_size - 1
         if self.kind == "all-gather":
             return self.operand_bytes * others
@@ -200,8 +233,9 @@ def _collective(
 ) -> Collective:
     operands = " ".join(_operand_type(o, computation) for o in instruction.operands)
     attributes = instruction.attributes
-    pairs = attributes.get("source_target_pairs")
-    groups = attributes.get("replica_groups", "") if pairs is None else pairs
+    groups = attributes.get("source_target_pairs", attributes.get("replica_groups", ""))
+    if "device_ids" in attributes:  # of a mesh: the comma before them has cut the text in two
+        groups += f", device_ids={attributes['device_ids']}"
     dtypes = dict.fromkeys(dtype for dtype, _ in _arrays(operands))
     return Collective(
         kind,
@@ -209,7 +243,7 @@ def _collective(
         _nbytes(operands),
         _nbytes(_result_type(instruction)),
         groups,
-        _group_size(groups, devices) if pairs is None else 0,
+        groups_of(groups, devices),
         in_loop,
     )
 
@@ -230,12 +264,85 @@ def _result_type(instruction: _Instruction) -> str:
     return parts[1]
 
 
-def _group_size(groups: str, devices: int) -> int:
-    if listed := re.match(r"\{\{([\d,\s]*)\}", groups):
-        return len(_split(listed[1]))
-    if tiled := re.match(r"\[(?:\d+,)*(\d+)\]<=", groups):
-        return int(tiled[1])
-    return devices if groups in ("", "{}") else 0
+@functools.cache
+def groups_of(text: str, devices: int) -> Groups:
+    """The groups that `replica_groups` or `source_target_pairs` mean; () where it is not known.
+
+    Args:
+      text: listed groups, a reshaped and transposed range, or axes of a mesh; nothing means all.
+      devices: devices of the program; 0 where that is not known.
+
+    >>> groups_of("{{0,2},{1,3}}", 4) == groups_of("[2,2]<=[2,2]T(1,0)", 4)
+    True
+    >>> groups_of("mesh['a'=2,'b'=2] {'a'}", 4)
+    ((0, 2), (1, 3))
+    >>> groups_of("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(2)2,'b'}", 8)
+    ((0, 4, 1, 5), (2, 6, 3, 7))
+    >>> groups_of("{}", 3), groups_of("{}", 0)
+    (((0, 1, 2),), ())
+    """
+    if text in ("", "{}"):
+        return (tuple(range(devices)),) if devices else ()
+    if text.startswith("{{"):
+        return tuple(_numbers(group) for group in re.findall(r"\{([\d,\s]*)\}", text))
+    if tiled := re.fullmatch(r"\[(?P<shape>[\d,]+)\]<=(?P<order>.*)", text):
+        ids = _ordered_range(tiled["order"])
+        return _rows(ids.reshape(-1, _numbers(tiled["shape"])[-1])) if ids is not None else ()
+    if mesh := _MESH.fullmatch(text):
+        return _mesh_groups(mesh["axes"], mesh["ids"], mesh["along"])
+    return ()
+
+
+_MESH = re.compile(r"mesh\[(?P<axes>.*?)\](?:, device_ids=\((?P<ids>.*)\))? \{(?P<along>.*)\}")
+_AXIS = re.compile(r"'?(?P<name>[^',=:]+)'?=(?P<size>\d+)")
+_PART = re.compile(r"'?(?P<name>[^',=:]+)'?(?::\((?P<before>\d+)\)(?P<size>\d+))?(?:,|$)")
+
+
+def _mesh_groups(axes: str, ids: str | None, along: str) -> Groups:
+    """Groups along axes of a mesh, or along parts of axes: `'a':(2)4` splits `'a'` in 2, 4, rest.
+
+    Within a group the axis that is named last changes fastest.
+    """
+    sizes = {axis["name"]: int(axis["size"]) for axis in _AXIS.finditer(axes)}
+    shape = tuple(sizes.values())
+    devices = np.arange(math.prod(shape)) if ids is None else _ordered_range(ids)
+    if devices is None:
+        return ()
+    place = dict(zip(sizes, np.indices(shape).reshape(len(shape), -1), strict=True))
+    other = dict(place)
+    within = np.zeros_like(devices)
+    group_size = 1
+    for part in _PART.finditer(along):
+        name = part["name"]
+        before, size = int(part["before"] or 1), int(part["size"] or sizes[name])
+        stride = sizes[name] // (before * size)
+        step = place[name] // stride % size
+        other[name] = other[name] - step * stride
+        within = within * size + step
+        group_size *= size
+    group = np.ravel_multi_index(tuple(other.values()), shape)
+    order = np.lexsort((within, group))
+    return _rows(devices[order].reshape(-1, group_size))
+
+
+def _ordered_range(text: str) -> np.ndarray | None:
+    """`[2,4]T(1,0)`: a range in that shape, transposed, flat; or the numbers themselves."""
+    if re.fullmatch(r"[\d,]+", text):
+        return np.array(_numbers(text))
+    found = re.fullmatch(r"\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?", text)
+    if found is None:
+        return None
+    shape = _numbers(found["shape"])
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    return (ids.transpose(_numbers(found["order"])) if found["order"] else ids).reshape(-1)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(",") if n.strip())
+
+
+def _rows(ids: np.ndarray) -> Groups:
+    return tuple(tuple(row) for row in ids.tolist())
 
 
 def _arrays(type_text: str) -> Iterator[tuple[str, int]]:

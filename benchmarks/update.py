@@ -53,7 +53,7 @@ from rich.progress import (
 from rich.table import Table
 
 import wusharding as wus
-from benchmarks.hlo import Collective, collectives
+from benchmarks.hlo import collectives
 from benchmarks.update_programs import (
     NUM_DEVICES,
     OPTIMIZERS,
@@ -250,7 +250,7 @@ def _case(
     rows = []
     for program in steps:
         v = program.name
-        found = _collectives(program)
+        found = collectives(program.compiled.as_text())
         sent = sum(c.sent_bytes for c in found)
         ratios = {
             "step": _ratio(wall["replicated"], wall[v]),
@@ -289,12 +289,6 @@ def _case(
         {p: Spread.of(wall[p]) for p in phases},
         {p: Spread.of(cpu[p]) for p in phases},
     )
-
-
-def _collectives(program: Program) -> list[Collective]:
-    """Of a step, each over all devices: the meshes have one axis."""
-    found = collectives(program.compiled.as_text())
-    return [dataclasses.replace(c, group_size=NUM_DEVICES) for c in found]
 
 
 def _ratio(base: np.ndarray, other: np.ndarray) -> float:

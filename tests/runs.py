@@ -152,24 +152,8 @@ def of_kind(found: Sequence[Collective], kind: str) -> list[Collective]:
 
 
 def groups_of(found: Collective) -> set[frozenset[int]]:
-    """The devices that take part together, whichever of its two forms the text has.
-
-    >>> one = Collective("all-reduce", "f32", 4, 4, "{{0,2},{1,3}}", 2, False)
-    >>> other = dataclasses.replace(one, replica_groups="[2,2]<=[2,2]T(1,0)")
-    >>> groups_of(one) == groups_of(other) == {frozenset({0, 2}), frozenset({1, 3})}
-    True
-    """
-    text = found.replica_groups
-    if text.startswith("{"):
-        listed = re.findall(r"\{([\d,]+)\}", text)
-        return {frozenset(int(i) for i in group.split(",")) for group in listed}
-    parts = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    assert parts, text
-    shape, source = (tuple(map(int, parts[i].split(","))) for i in (1, 2))
-    ids = np.arange(np.prod(source)).reshape(source)
-    if parts[3]:
-        ids = ids.transpose(tuple(map(int, parts[3].split(","))))
-    return {frozenset(int(i) for i in row) for row in ids.reshape(shape)}
+    """The devices that take part together, whatever their order."""
+    return set(map(frozenset, found.groups))
 
 
 def layout_of_arrays(tree: Tree) -> dict[str, tuple[Any, ...]]:

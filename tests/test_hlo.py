@@ -3,6 +3,7 @@ import doctest
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import hlo
@@ -74,11 +75,22 @@ FORMS = {
         "f32[8,3]{1,0}",
         "%x = (f32[8,3]{1,0}, f32[8,3]{1,0}, u32[], u32[]) collective-permute-start(%p), "
         "source_target_pairs={{0,1},{1,0}}",
-        ("collective-permute", "f32", 96, 96, 0),
+        ("collective-permute", "f32", 96, 96, 2),
     ),
-    "no device count that is known": (
+    "groups along an axis of a mesh": (
         "f32[]",
-        "%x = f32[] all-reduce(%p), replica_groups=mesh['a'=2,'b'=4] {'a'}",
+        "%x = f32[] all-reduce(%p), replica_groups=mesh['a'=2,'b'=4] {'b'}, channel_id=3",
+        ("all-reduce", "f32", 4, 4, 4),
+    ),
+    "groups of a mesh in another order": (
+        "f32[5]{0}",
+        "%x = f32[10]{0} all-gather(%p), replica_groups=mesh['a'=2,'b'=4], "
+        "device_ids=([4,2]T(1,0)) {'a'}, dimensions={0}",
+        ("all-gather", "f32", 20, 40, 2),
+    ),
+    "groups that are not known": (
+        "f32[]",
+        "%x = f32[] all-reduce(%p), replica_groups=somehow",
         ("all-reduce", "f32", 4, 4, 0),
     ),
 }
@@ -134,13 +146,42 @@ def test_async_computation_counts_once():
     ],
 )
 def test_sent_bytes(kind, operand_bytes, sent_bytes):
-    found = hlo.Collective(kind, "f32", operand_bytes, 0, "", 4, False)
+    found = hlo.Collective(kind, "f32", operand_bytes, 0, "", ((0, 2, 4, 6),), False)
     assert found.sent_bytes == sent_bytes
 
 
-def test_sent_bytes_of_unknown_groups_is_not_guessed():
-    with pytest.raises(ValueError, match="all-reduce of 'mesh': unknown group size"):
-        _ = hlo.Collective("all-reduce", "f32", 8, 8, "mesh", 0, False).sent_bytes
+def test_unknown_groups_are_not_guessed():
+    found = hlo.Collective("all-reduce", "f32", 8, 8, "somehow", (), False)
+    with pytest.raises(ValueError, match="all-reduce of 'somehow': unknown groups"):
+        _ = found.sent_bytes
+    with pytest.raises(ValueError, match="all-reduce of 'somehow': unknown groups"):
+        found.crossed_axes({"data": 2})
+
+
+# The text, and its groups among eight devices.
+GROUPS_OF = {
+    "{{0,1,2,3}, {4,5,6,7}}": [[0, 1, 2, 3], [4, 5, 6, 7]],
+    "{{3,1},{0}}": [[3, 1], [0]],
+    "": [[0, 1, 2, 3, 4, 5, 6, 7]],
+    "[2,4]<=[8]": [[0, 1, 2, 3], [4, 5, 6, 7]],
+    "[2,4]<=[4,2]T(1,0)": [[0, 2, 4, 6], [1, 3, 5, 7]],
+    "[4,2]<=[2,2,2]T(2,0,1)": [[0, 2], [4, 6], [1, 3], [5, 7]],
+    "mesh['a'=2,'b'=4] {'a'}": [[0, 4], [1, 5], [2, 6], [3, 7]],
+    "mesh['a'=2,'b'=4] {'b'}": [[0, 1, 2, 3], [4, 5, 6, 7]],
+    "mesh[a=2,b=4] {b,a}": [[0, 4, 1, 5, 2, 6, 3, 7]],
+    "mesh['a'=8] {'a':(1)2}": [[0, 4], [1, 5], [2, 6], [3, 7]],
+    "mesh['a'=8] {'a':(2)2}": [[0, 2], [1, 3], [4, 6], [5, 7]],
+    "mesh['a'=8] {'a':(4)2,'a':(1)2}": [[0, 4, 1, 5], [2, 6, 3, 7]],
+    "mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}": [[0, 1], [2, 3], [4, 5], [6, 7]],
+    "mesh['a'=2,'b'=2], device_ids=(3,1,0,2) {'b'}": [[3, 1], [0, 2]],
+    "mesh['a'=8] {}": [[0], [1], [2], [3], [4], [5], [6], [7]],
+    "[2,4]<=somehow": [],
+}
+
+
+@pytest.mark.parametrize("text", GROUPS_OF)
+def test_groups(text):
+    assert hlo.groups_of(text, 8) == tuple(map(tuple, GROUPS_OF[text]))
 
 
 def compiled(fun, mesh, *shapes) -> str:
@@ -160,6 +201,34 @@ def test_compiled_program(mesh8_auto):
         ("all-gather", 40, 320, 280),
     ]
     assert all(c.group_size == 8 and not c.in_loop for c in found)
+
+
+def test_compiled_program_of_two_axes():
+    """What `shard_map` asks for, and what the partitioner makes of a sum: it names a mesh."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    x = jax.ShapeDtypeStruct((16, 24), jnp.float32, sharding=NamedSharding(mesh, P(*mesh.shape)))
+
+    def along(axes):
+        mapped = jax.shard_map(
+            lambda x: jax.lax.psum(x, axes),
+            mesh=mesh,
+            in_specs=P(*mesh.shape),
+            out_specs=P(),
+            check_vma=False,
+        )
+        (found,) = hlo.collectives(jax.jit(mapped).lower(x).compile().as_text())
+        return found
+
+    assert along("data").groups == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert along("data").crossed_axes(mesh.shape) == {"data"}
+    assert along("model").crossed_axes(mesh.shape) == {"model"}
+    assert along(("data", "model")).crossed_axes(mesh.shape) == {"data", "model"}
+
+    fun = jax.jit(lambda x: jnp.sum(x, 0), out_shardings=NamedSharding(mesh, P()))
+    summed, gathered = hlo.collectives(fun.lower(x).compile().as_text())
+    assert (summed.kind, summed.crossed_axes(mesh.shape)) == ("all-reduce", {"data"})
+    assert (gathered.kind, gathered.crossed_axes(mesh.shape)) == ("all-gather", {"model"})
+    assert (summed.sent_bytes, gathered.sent_bytes) == (2 * 48 * 3 // 4, 48)
 
 
 def test_compiled_loop(mesh8_auto):
