@@ -1,0 +1,119 @@
+"""Meshes whose axes follow the torus: `data` along its dims, the peers of other axes neighbours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from large_scale.topology import Topology, slice_of
+
+
+def make_mesh(
+    topology: str | Topology | None = None,
+    *,
+    devices: Sequence[Any] | None = None,
+    axis_types: AxisType = AxisType.Explicit,
+    data: int = -1,
+    **axes: int,
+) -> Mesh:
+    """A mesh over all devices of a topology.
+
+    Axes other than `data` take the nearest neighbours, in the order in which they are named: first
+    the cores of a chip, then chips along the last dims of the torus. `data` gets what is left, in
+    the order of cores, torus dims, slices, so that its rings follow the torus and what crosses
+    slices comes last. It stays one axis: `wusharding` finds the torus lines in it by itself.
+
+    Args:
+      topology: a name such as "v5e:16x16" or a `Topology`; None is that of the devices.
+      devices: the devices; None takes `jax.devices()`, which must be such a topology.
+      axis_types: the kind of all axes.
+      data: size of the `data` axis; -1 takes what the others leave.
+      **axes: name and size of the other axes, nearest neighbours first.
+
+    Raises:
+      ValueError: sizes that do not multiply to the number of devices, or other devices than asked.
+
+    >>> dict(make_mesh("cpu:8", model=2).shape)
+    {'data': 4, 'model': 2}
+    """
+    found = list(jax.devices() if devices is None else devices)
+    have = Topology.of(found)
+    want = have if topology is None else Topology.of(topology)
+    if have != want:
+        raise ValueError(
+            f"make_mesh: asked for {want}, but the devices are {have}. Give devices of that "
+            f"topology, as large_scale.aot.devices({str(want)!r}) makes them for compiling."
+        )
+    if any(n < 1 for n in axes.values()):
+        raise ValueError(f"make_mesh: need sizes of at least 1, got {axes}")
+    rest = math.prod(axes.values())
+    if want.num_devices % rest or data not in (-1, want.num_devices // rest):
+        raise ValueError(
+            f"make_mesh: axes data={data}, {axes} do not multiply to the {want.num_devices} "
+            f"devices of {want}"
+        )
+    grid = _grid(found, want)
+    # Each dim of the grid is cut in parts, outer to inner; inner parts are neighbours.
+    parts = [[("data", n)] for n in grid.shape]
+    for name, size in axes.items():
+        need = size
+        for d in _nearest_first(grid.ndim):
+            left = parts[d][0][1]
+            take = math.gcd(left, need)
+            if take > 1:
+                parts[d] = [("data", left // take), (name, take), *parts[d][1:]]
+                need //= take
+        assert need == 1, "a divisor of a product is a product of divisors"
+    return _laid(grid, parts, ("data", *axes), axis_types)
+
+
+def _nearest_first(ndim: int) -> list[int]:
+    """Cores, then torus dims from the last to the first, then slices."""
+    return [ndim - 1, *range(ndim - 2, 0, -1), 0]
+
+
+def _grid(devices: Sequence[Any], topology: Topology) -> np.ndarray:
+    """The devices as `[slices, *dims, cores]`."""
+    shape = (topology.num_slices, *topology.dims, topology.chip.cores)
+    grid = np.empty(shape, dtype=object)
+    if topology.chip.platform == "tpu":
+        slices = sorted({slice_of(d) for d in devices})
+        places = [
+            (
+                slices.index(slice_of(d)),
+                *tuple(d.coords)[: len(topology.dims)],
+                d.core_on_chip,
+            )
+            for d in devices
+        ]
+        low = np.min(places, axis=0)
+        for place, device in zip(places, devices, strict=True):
+            grid[tuple(np.array(place) - low)] = device
+        return grid
+    ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
+    grid.reshape(-1)[:] = ordered
+    return grid
+
+
+def _laid(
+    grid: np.ndarray,
+    parts: Sequence[Sequence[tuple[str, int]]],
+    names: tuple[str, ...],
+    axis_types: AxisType,
+) -> Mesh:
+    """The grid's parts, gathered by axis: cores, torus dims, slices."""
+    flat = [(d, name, size) for d, cut in enumerate(parts) for name, size in cut]
+    split = grid.reshape([size for _, _, size in flat])
+    order = [grid.ndim - 1, *range(1, grid.ndim - 1), 0]
+    places = {
+        axis: [i for d in order for i, (e, name, _) in enumerate(flat) if (e, name) == (d, axis)]
+        for axis in names
+    }
+    shape = [math.prod(flat[i][2] for i in places[axis]) for axis in names]
+    laid = split.transpose([i for axis in names for i in places[axis]]).reshape(shape)
+    return Mesh(laid, names, axis_types=(axis_types,) * len(names))

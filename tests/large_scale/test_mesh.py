@@ -1,0 +1,80 @@
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from large_scale import make_mesh
+from tests.large_scale.fakes import fake_devices
+
+
+def places(mesh):
+    """The `(slice, *coords, core)` of each device of a mesh."""
+    found = np.array(
+        [(d.slice_index, *d.coords, d.core_on_chip) for d in mesh.devices.flat], dtype=int
+    )
+    return found.reshape(*mesh.devices.shape, -1)
+
+
+def moving_dims(line):
+    """Which of slice, coordinates and core change along a line of devices."""
+    return set(np.flatnonzero(np.ptp(line, axis=0)))
+
+
+def test_data_alone_goes_along_the_torus_cores_first():
+    mesh = make_mesh("2*v3:4x8", devices=fake_devices("2*v3:4x8", reverse=True))
+    assert dict(mesh.shape) == {"data": 128}
+    found = places(mesh).reshape(2, 4, 8, 2, -1)  # core, x, y, slice
+    for axis, moves in enumerate((4, 1, 2, 0)):
+        line = np.moveaxis(found, axis, -2).reshape(-1, found.shape[axis], 5)
+        assert all(moving_dims(one) == {moves} for one in line)
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "model", "data"),
+    [
+        ("v5e:16x16", {"model": 4}, {2}, {1, 2}),
+        ("v5e:16x16", {"model": 32}, {1, 2}, {1}),
+        ("v3:8x8", {"model": 2}, {4}, {1, 2}),
+        ("v3:8x8", {"model": 4}, {2, 4}, {1, 2}),
+        ("v5e:6x15", {"model": 9}, {1, 2}, {1, 2}),
+        ("v4:4x4x4", {"model": 4, "stage": 2}, {3, 4}, {1, 2, 3}),
+    ],
+)
+def test_model_peers_are_neighbours(name, axes, model, data):
+    mesh = make_mesh(name, devices=fake_devices(name), **axes)
+    found = places(mesh)
+    assert list(mesh.shape) == ["data", *axes]
+    for line in np.moveaxis(found, 1, -2).reshape(-1, axes["model"], 5):
+        assert moving_dims(line) == model
+        assert np.ptp(line, axis=0).max() < 16
+    for line in np.moveaxis(found, 0, -2).reshape(-1, mesh.shape["data"], 5):
+        assert moving_dims(line) <= data
+    assert len({d.id for d in mesh.devices.flat}) == mesh.size
+
+
+def test_neighbours_are_next_to_each_other():
+    mesh = make_mesh("v5e:16x16", devices=fake_devices("v5e:16x16"), model=4)
+    line = places(mesh)[0]
+    assert np.array_equal(np.diff(line[:, 2]), [1, 1, 1])
+
+
+def test_live_devices():
+    mesh = make_mesh(model=2, axis_types=AxisType.Auto)
+    assert dict(mesh.shape) == {"data": 4, "model": 2}
+    assert mesh.axis_types == (AxisType.Auto,) * 2
+    assert [d.id for d in mesh.devices.flat] == [d.id for d in jax.devices()]
+
+
+BAD = [
+    (("v5e:4x4",), {}, "asked for v5e:4x4, but the devices are cpu:8"),
+    (("cpu:8",), {"model": 3}, "do not multiply to the 8 devices of cpu:8"),
+    (("cpu:8",), {"data": 8, "model": 2}, "do not multiply to the 8"),
+    (("cpu:8",), {"model": 0}, "need sizes of at least 1"),
+    (("v9:1",), {}, "no chip 'v9' is known"),
+]
+
+
+@pytest.mark.parametrize(("args", "axes", "message"), BAD)
+def test_bad_requests(args, axes, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(*args, **axes)

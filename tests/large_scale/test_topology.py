@@ -1,0 +1,73 @@
+import jax
+import pytest
+
+from large_scale import CHIPS, Topology
+from tests.large_scale.fakes import fake_devices
+
+GRIDS = {
+    # name: devices, closed dims, GiB of a device
+    "v2:16x16": (512, (True, True), 8),
+    "v3:32x32": (2048, (True, True), 16),
+    "v3:128x32": (8192, (False, True), 16),
+    "v3:8x8": (128, (False, False), 16),
+    "v4:4x4x4": (128, (True, True, True), 16),
+    "v4:2x2x1": (8, (False, False, False), 16),
+    "v5e:16x16": (256, (True, True), 16),
+    "v5e:4x16": (64, (False, True), 16),
+    "v5p:4x4x8": (128, (True, True, True), 95),
+    "v6e:8x16": (128, (False, True), 32),
+    "2*v5e:16x16": (512, (True, True), 16),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_grids(name):
+    topology = Topology.of(name)
+    found = (topology.num_devices, topology.wraps, topology.device_hbm_bytes >> 30)
+    assert found == GRIDS[name]
+    assert str(topology) == name and Topology.of(str(topology)) == topology
+
+
+@pytest.mark.parametrize("name", [*GRIDS, "h100:4x8"])
+def test_of_devices(name):
+    topology = Topology.of(name)
+    if topology.chip.platform == "tpu":
+        assert Topology.of(fake_devices(name)) == topology
+    else:
+        assert topology.num_devices == 32 and topology.wraps == (False, False)
+
+
+def test_of_the_devices_of_this_machine():
+    assert str(Topology.of(jax.devices())) == "cpu:8"
+
+
+def test_every_row_has_sources_and_figures():
+    for chip in CHIPS.values():
+        if chip.platform != "cpu":
+            assert chip.sources and chip.hbm_bytes and chip.link_bytes_per_second, chip.name
+        assert len(chip.pod) in (0, chip.num_dims)
+
+
+BAD = [
+    ("v9:4x4", "no chip 'v9' is known; known are v2, v3, v4, v5e, v5p, v6e, h100, cpu"),
+    ("v5e", "need CHIP:DIMS, or SLICES"),
+    ("v5e:4x", "need CHIP:DIMS"),
+    ("v5e:4x4x4", "v5e needs 2 dims, each at least 1, as in 'v5e:4x4'"),
+    ("v4:4x4", "v4 needs 3 dims"),
+    ("v5e:0x4", "each at least 1"),
+    ("2*h100:8x8", "only TPUs come in slices"),
+]
+
+
+@pytest.mark.parametrize(("name", "message"), BAD)
+def test_bad_names(name, message):
+    with pytest.raises(ValueError, match=message.replace("*", r"\*")):
+        Topology.of(name)
+
+
+def test_devices_that_are_no_grid():
+    with pytest.raises(ValueError, match=r"15 devices are no whole grid; .* span v5e:4x4"):
+        Topology.of(fake_devices("v5e:4x4")[:-1])
+    mixed = [*fake_devices("v5e:2x2"), *fake_devices("v4:2x2x1")]
+    with pytest.raises(ValueError, match="need devices of one kind"):
+        Topology.of(mixed)
