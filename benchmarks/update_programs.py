@@ -476,7 +476,8 @@ class Bench:
         formats = self.split_ours.formats
 
         def collectives() -> Collectives:
-            return Runner.here(layout, tx._core.options, checked=False).collectives
+            core = tx._core
+            return Runner.here(layout, core.options, core.target(), checked=False).collectives
 
         split = [i for i, f in enumerate(formats) if f is not None]
         kept = [formats[i] for i in split]

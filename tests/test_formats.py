@@ -136,29 +136,29 @@ def test_bad_formats_are_refused(arguments: tuple, message: str) -> None:
         Format(*arguments)
 
 
-@given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 50))
-def test_buckets_cover_every_element_once(elems: list[int], capacity: int) -> None:
-    buckets = fill_buckets(elems, capacity)
+@given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 50), st.integers(0, 50))
+def test_buckets_cover_every_element_once(elems: list[int], capacity: int, alone: int) -> None:
+    buckets = fill_buckets(elems, capacity, alone)
+    large = max(min(capacity, alone), 1)
     covered: dict[int, list[tuple[int, int]]] = {}
     for bucket in buckets:
         size = sum(p.stop - p.start for p in bucket)
-        assert size <= capacity or (len(bucket) == 1 and elems[bucket[0].array] >= capacity)
+        assert size <= capacity or (len(bucket) == 1 and elems[bucket[0].array] >= large)
         for p in bucket:
             covered.setdefault(p.array, []).append((p.start, p.stop))
     for i, n in enumerate(elems):
         ends = [0, *(stop for _, stop in covered.get(i, []))]
         starts = [start for start, _ in covered.get(i, [])]
         assert starts == ends[:-1] and ends[-1] == n
-    small = sum(n for n in elems if n < capacity)
-    alone = sum(n >= capacity for n in elems)
-    assert len(buckets) == alone + -(-small // capacity)
+    small = sum(n for n in elems if n < large)
+    assert len(buckets) == sum(n >= large for n in elems) + -(-small // capacity)
 
 
 def test_the_edge_of_a_bucket_may_lie_inside_an_array() -> None:
-    buckets = fill_buckets([3, 0, 2, 9, 1], 4)
+    buckets = fill_buckets([3, 0, 2, 9, 1], 4, 4)
     assert [[tuple(piece) for piece in bucket] for bucket in buckets] == [
         [(3, 0, 9)],
         [(0, 0, 3), (2, 0, 1)],
         [(2, 1, 2), (4, 0, 1)],
     ]
-    assert fill_buckets([0, 0], 4) == fill_buckets([], 4) == []
+    assert fill_buckets([0, 0], 4, 4) == fill_buckets([], 4, 4) == []

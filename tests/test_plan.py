@@ -73,28 +73,60 @@ def test_predicted_bytes_are_those_of_the_hlo(name: str, mesh8_explicit: Mesh) -
         "muon": optax.contrib.muon(1e-3),
     }[name]
     shapes = {"a": (48, 33), "b": (64,), "c": (3, 3, 8, 16), "d": (17, 40)}
-    replicated = NamedSharding(mesh8_explicit, P())
-    params = {k: jax.device_put(jnp.ones(s), replicated) for k, s in shapes.items()}
-    grads = {
-        k: jax.device_put(jnp.ones((8, *s)), NamedSharding(mesh8_explicit, P("data")))
-        for k, s in shapes.items()
-    }
-    tx = wus.shard_updates(optimizer, mesh=mesh8_explicit)
+    predicted, measured = _traffic(
+        wus.shard_updates(optimizer, mesh=mesh8_explicit), mesh8_explicit, shapes
+    )
+    assert set(predicted) == set(measured)
+    for kind, (_, size) in measured.items():
+        assert abs(predicted[kind][1] - size) <= max(0.01 * size, 8), (kind, predicted, measured)
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"target": "cpu"}, 2 + 1),  # 2 of 256 KiB or more alone, 1 bucket
+        ({"target": "cpu", "bucket_bytes": 2**30}, 2 + 1),
+        ({"target": "cpu", "bucket_bytes": 2**16}, 3 + 1),
+        ({"target": "gpu"}, 0 + 1),
+        ({"target": "tpu", "bucket_bytes": 2**18}, 2 + 2),
+    ],
+    ids=str,
+)
+def test_predicted_buckets_are_those_of_the_hlo(options, count, mesh8_explicit: Mesh) -> None:
+    tx = wus.shard_updates(optax.sgd(1e-3, momentum=0.9), mesh=mesh8_explicit, **options)
+    shapes = {"a": (256, 256), "b": (64,), "c": (512, 129), "d": (256, 255), "e": (100, 161)}
+    predicted, measured = _traffic(tx, mesh8_explicit, shapes)
+    assert predicted == measured
+    assert measured["reduce-scatter"][0] == measured["all-gather"][0] == count
+
+
+def _traffic(tx, mesh, shapes) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
+    """By kind of collective, their number and operand bytes: as planned, and as compiled."""
+
+    def structs(spec, *stacked):
+        lies = NamedSharding(mesh, spec)
+        return {
+            k: jax.ShapeDtypeStruct((*stacked, *s), jnp.float32, sharding=lies)
+            for k, s in shapes.items()
+        }
+
+    params, grads = structs(P()), structs(P("data"), 8)
     specs = tx.state_specs(params)
 
     def step(grads, state, params):
         return tx.apply(jax.tree.map(lambda g: g[0], grads), state, params)
 
     mapped = jax.shard_map(
-        step, mesh=mesh8_explicit, in_specs=(P("data"), specs, P()), out_specs=(P(), specs)
+        step, mesh=mesh, in_specs=(P("data"), specs, P()), out_specs=(P(), specs)
     )
-    hlo = jax.jit(mapped).lower(grads, tx.init(params), params).compile().as_text()
-    measured: dict[str, int] = {}
-    for c in collectives(hlo):
-        measured[c.kind] = measured.get(c.kind, 0) + c.operand_bytes
-    predicted: dict[str, int] = {}
-    for t in tx.plan(params).traffic:
-        predicted[t.kind] = predicted.get(t.kind, 0) + t.operand_bytes
-    assert set(predicted) == set(measured)
-    for kind, size in measured.items():
-        assert abs(predicted[kind] - size) <= max(0.01 * size, 8), (kind, predicted, measured)
+    hlo = jax.jit(mapped).lower(grads, tx.abstract_state(params), params).compile().as_text()
+    planned = [(t.kind, t.count, t.operand_bytes) for t in tx.plan(params).traffic]
+    return _by_kind(planned), _by_kind((c.kind, 1, c.operand_bytes) for c in collectives(hlo))
+
+
+def _by_kind(found) -> dict[str, tuple[int, int]]:
+    total: dict[str, tuple[int, int]] = {}
+    for kind, count, size in found:
+        before = total.get(kind, (0, 0))
+        total[kind] = (before[0] + count, before[1] + size)
+    return total

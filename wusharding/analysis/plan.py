@@ -18,7 +18,7 @@ from wusharding.analysis.schedule import (
     row_widths,
     steps_of,
 )
-from wusharding.formats.buckets import fill_buckets
+from wusharding.formats.buckets import BucketSizes
 from wusharding.jaxprs import Aval
 
 
@@ -151,7 +151,7 @@ def make_plan(
     layout: Layout,
     schedule: Schedule,
     problems: Sequence[Problem],
-    bucket_bytes: int,
+    buckets: BucketSizes,
     *,
     reduced: bool,
 ) -> Plan:
@@ -161,7 +161,7 @@ def make_plan(
       layout: how everything is stored.
       schedule: the steps of one update.
       problems: what could not run on pieces.
-      bucket_bytes: capacity of a bucket.
+      buckets: which arrays travel together.
       reduced: gradients are known to arrive reduced.
     """
     replicas = layout.replicas
@@ -175,7 +175,7 @@ def make_plan(
         axes=replicas.shard_axes,
         params=tuple(_leaf_plan(leaf, replicas) for leaf in layout.params),
         state=tuple(_leaf_plan(leaf, replicas) for leaf in (*layout.state, *masters)),
-        traffic=tuple(_traffic(layout, schedule, bucket_bytes, reduced=reduced)),
+        traffic=tuple(_traffic(layout, schedule, buckets, reduced=reduced)),
         whole=tuple(problems),
         owned=(len(jobs), len({j.owner for j in jobs})),
         reduced_hint=(
@@ -233,7 +233,7 @@ def describe(
 
 
 def _traffic(
-    layout: Layout, schedule: Schedule, bucket_bytes: int, *, reduced: bool
+    layout: Layout, schedule: Schedule, buckets: BucketSizes, *, reduced: bool
 ) -> list[Traffic]:
     replicas = layout.replicas
     split = [leaf for leaf in layout.params if leaf.placement.span is not None]
@@ -245,7 +245,7 @@ def _traffic(
             Traffic(
                 "reduce-scatter",
                 "gradients",
-                hops * _buckets(split, replicas, bucket_bytes),
+                hops * _num_buckets(split, replicas, buckets),
                 _padded(split, replicas),
             )
         )
@@ -270,7 +270,7 @@ def _traffic(
             Traffic(
                 "all-gather",
                 "updates or new weights",
-                hops * _buckets(split, replicas, bucket_bytes),
+                hops * _num_buckets(split, replicas, buckets),
                 _padded(split, replicas) // replicas.num_shards,
             )
         )
@@ -281,14 +281,14 @@ def _padded(leaves: Sequence[Leaf], replicas: Replicas) -> int:
     return sum(leaf.held_bytes(replicas) for leaf in leaves) * replicas.num_shards
 
 
-def _buckets(leaves: Sequence[Leaf], replicas: Replicas, bucket_bytes: int) -> int:
+def _num_buckets(leaves: Sequence[Leaf], replicas: Replicas, buckets: BucketSizes) -> int:
     count = 0
     for dtype in {leaf.dtype for leaf in leaves}:
         elems = [
             math.prod(leaf.local_stored_shape(replicas)) for leaf in leaves if leaf.dtype == dtype
         ]
         size = Aval((), dtype).nbytes
-        count += len(fill_buckets(elems, bucket_bytes // (size * replicas.num_shards)))
+        count += len(buckets.fill(elems, size * replicas.num_shards))
     return count
 
 

@@ -21,28 +21,52 @@ class Piece(NamedTuple):
 Bucket = tuple[Piece, ...]
 
 
-def fill_buckets(elems: Sequence[int], bucket_elems: int) -> list[Bucket]:
+class BucketSizes(NamedTuple):
+    """Which arrays travel together, in bytes of the buffer that a device puts in or gets out.
+
+    Args:
+      bucket_bytes: capacity of a bucket.
+      alone_bytes: an array that takes this many or more travels alone.
+    """
+
+    bucket_bytes: int
+    alone_bytes: int
+
+    def fill(self, elems: Sequence[int], elem_bytes: int) -> list[Bucket]:
+        """Distributes arrays over buckets.
+
+        Args:
+          elems: length of each array, in elements per shard.
+          elem_bytes: what an element per shard takes of a buffer.
+        """
+        return fill_buckets(elems, self.bucket_bytes // elem_bytes, self.alone_bytes // elem_bytes)
+
+
+def fill_buckets(elems: Sequence[int], bucket_elems: int, alone_elems: int) -> list[Bucket]:
     """Distributes arrays over buckets of at most `bucket_elems`.
 
-    An array that alone fills a bucket travels alone and unsplit: it needs no copy into a buffer.
+    A large array travels alone and unsplit: it needs no copy into a buffer, nor out of it.
 
     Args:
       elems: length of each array, in elements per shard.
-      bucket_elems: capacity of a bucket, at least 1.
+      bucket_elems: capacity of a bucket; one element fits at least.
+      alone_elems: arrays of this length travel alone, and so do those that fill a bucket.
 
-    >>> for bucket in fill_buckets([3, 2, 9], 4):
+    >>> for bucket in fill_buckets([3, 2, 9, 5], 4, 8):
     ...     print([tuple(piece) for piece in bucket])
     [(2, 0, 9)]
+    [(3, 0, 5)]
     [(0, 0, 3), (1, 0, 1)]
     [(1, 1, 2)]
     """
     capacity = max(bucket_elems, 1)
-    alone = [(Piece(i, 0, n),) for i, n in enumerate(elems) if n >= capacity]
+    large = min(capacity, max(alone_elems, 1))
+    alone = [(Piece(i, 0, n),) for i, n in enumerate(elems) if n >= large]
     shared: list[Bucket] = []
     current: list[Piece] = []
     room = capacity
     for i, n in enumerate(elems):
-        if n >= capacity or n == 0:
+        if n >= large or n == 0:
             continue
         start = 0
         while start < n:

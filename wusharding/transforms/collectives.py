@@ -18,7 +18,7 @@ from jax import lax
 from wusharding.analysis.placement import Placement, Replicas
 from wusharding.analysis.rules.base import Reduction
 from wusharding.formats import Format
-from wusharding.formats.buckets import Bucket, fill_buckets
+from wusharding.formats.buckets import Bucket, BucketSizes
 from wusharding.jaxprs import varying_axes
 
 
@@ -28,18 +28,18 @@ class Collectives:
 
     Args:
       replicas: the mesh axes.
-      bucket_bytes: small arrays travel together in buffers of this many bytes per device.
+      buckets: which arrays travel together.
       shard_index: number of this device's shard, `i32[]`.
     """
 
     replicas: Replicas
-    bucket_bytes: int
+    buckets: BucketSizes
     shard_index: jax.Array
 
     @classmethod
-    def here(cls, replicas: Replicas, bucket_bytes: int) -> Collectives:
+    def here(cls, replicas: Replicas, buckets: BucketSizes) -> Collectives:
         """The collectives of the device that this runs on."""
-        return cls(replicas, bucket_bytes, lax.axis_index(replicas.shard_axes))
+        return cls(replicas, buckets, lax.axis_index(replicas.shard_axes))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -92,9 +92,8 @@ class Collectives:
         out: list[Any] = [None] * len(xs)
         for group in _alike(xs):
             elems = [xs[i].size for i in group]
-            capacity = max(self.bucket_bytes // xs[group[0]].dtype.itemsize, 1)
             pieces: dict[int, list[jax.Array]] = {}
-            for bucket in fill_buckets(elems, capacity):
+            for bucket in self.buckets.fill(elems, xs[group[0]].dtype.itemsize):
                 if len(bucket) == 1 and bucket[0].stop - bucket[0].start == elems[bucket[0].array]:
                     i = group[bucket[0].array]
                     out[i] = reduce(xs[i], axes)
@@ -143,10 +142,9 @@ class Collectives:
                     out[i] = self._empty(xs[i], formats[i], gathers)
             rows = self.replicas.num_shards * xs[group[0]].dtype.itemsize
             rest = [k for k, n in enumerate(elems) if n]
-            buckets = fill_buckets([elems[k] for k in rest], self.bucket_bytes // rows)
             buffers = {}
             pieces: dict[int, list[jax.Array]] = {}
-            for bucket in buckets:
+            for bucket in self.buckets.fill([elems[k] for k in rest], rows):
                 whole = bucket[0].stop - bucket[0].start == elems[rest[bucket[0].array]]
                 if len(bucket) == 1 and whole:
                     i = group[rest[bucket[0].array]]

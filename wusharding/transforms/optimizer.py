@@ -91,7 +91,8 @@ def shard_updates(
       formats: "auto" chooses for each leaf by cost among splitting one dim ("dim"), merged leading
         dims ("merged") and all dims merged ("flat"); the other values allow one kind only.
       min_shard_elems: weights and state arrays with fewer elements stay replicated.
-      bucket_bytes: smaller arrays travel together in buffers of about this many bytes.
+      bucket_bytes: arrays travel together in buffers of at most this many bytes; larger ones
+        travel alone, on CPU those of 256 KiB already.
       gather_dtype: dtype in which weights (`apply`) or updates (`update`) are gathered.
       master_dtype: keep sharded master weights of this dtype in the state for weights of another.
       param_specs: tree of `PartitionSpec` of the weights, for model parallelism where it cannot be
@@ -100,7 +101,8 @@ def shard_updates(
         reduces them itself (`optax.contrib.differentially_private_aggregate`).
       extra_args: examples of the extra arguments that `optimizer.update` needs, where they are not
         those of optax's own optimizers.
-      target: "cpu", "gpu" or "tpu", what formats are chosen for; None takes the mesh's devices'.
+      target: "cpu", "gpu" or "tpu", what formats and buckets are chosen for; None takes the mesh's
+        devices'.
 
     Returns:
       A `ShardedOptimizer`, itself an `optax.GradientTransformationExtraArgs`.
@@ -267,7 +269,7 @@ class _Core:
 
     def here(self, layout: Layout, context: Context) -> Runner:
         """The runner of the device that this is traced for: called inside the body."""
-        return Runner.here(layout, self.options, checked=context.checked)
+        return Runner.here(layout, self.options, self.target(), checked=context.checked)
 
     # ---------------------------------------------------------------------------- calling contexts
 
@@ -539,7 +541,7 @@ class _Core:
         """See `ShardedOptimizer.plan`."""
         context = self.context()
         layout, _ = self.layout(params, context)
-        return self.programs.plan(layout, reduced=self.options.reduce is None)
+        return self.programs.plan(layout, self.target(), reduced=self.options.reduce is None)
 
 
 def _mapped(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from wusharding.analysis.assign import MIN_ORPHAN_ELEMS, Update, assign, propagate, schedule
-from wusharding.analysis.choose import FormatChoice, Target, lanes_of
+from wusharding.analysis.choose import FormatChoice, Target, bucket_sizes, lanes_of
 from wusharding.analysis.decide import decide
 from wusharding.analysis.layout import Layout, Leaf
 from wusharding.analysis.placement import Placement, Replicas, Tiles, replicated
@@ -93,10 +93,11 @@ class Programs:
             self._layouts[key] = self._build_layout(params, replicas, target)
         return self._layouts[key]
 
-    def plan(self, layout: Layout, *, reduced: bool) -> Plan:
+    def plan(self, layout: Layout, target: Target, *, reduced: bool) -> Plan:
         """What was decided, for people: from the update as it was traced for the layout."""
         schedule, problems = self._decided(layout, self._updates[layout])
-        return make_plan(layout, schedule, problems, self.options.bucket_bytes, reduced=reduced)
+        buckets = bucket_sizes(self.options.bucket_bytes, target)
+        return make_plan(layout, schedule, problems, buckets, reduced=reduced)
 
     def _decided(self, layout: Layout, update: Update) -> tuple[Schedule, list[Problem]]:
         params = [leaf.placement for leaf in layout.params]

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from wusharding.analysis.choose import Target, bucket_sizes
 from wusharding.analysis.layout import Layout, Leaf
 from wusharding.analysis.schedule import Schedule
 from wusharding.formats import Format
@@ -33,9 +34,10 @@ class Runner:
     interpreter: Interpreter
 
     @classmethod
-    def here(cls, layout: Layout, options: Options, *, checked: bool) -> Runner:
+    def here(cls, layout: Layout, options: Options, target: Target, *, checked: bool) -> Runner:
         """The runner of the device that this runs on."""
-        collectives = Collectives.here(layout.replicas, options.bucket_bytes)
+        buckets = bucket_sizes(options.bucket_bytes, target)
+        collectives = Collectives.here(layout.replicas, buckets)
         return cls(layout, options, collectives, Interpreter(collectives, checked))
 
     # ------------------------------------------------------------------------- stored <-> computing
