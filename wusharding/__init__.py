@@ -1,5 +1,6 @@
 """Weight-update sharding for JAX: each replica updates its share of the weights and state."""
 
+from wusharding.analysis.lines import lines_of_grid as lines_of_grid
 from wusharding.analysis.plan import Plan as Plan
 from wusharding.errors import ContextError as ContextError
 from wusharding.errors import ReducedGradientsWarning as ReducedGradientsWarning
@@ -11,5 +12,6 @@ from wusharding.errors import UnsupportedOptimizerError as UnsupportedOptimizerE
 from wusharding.transforms.optimizer import ShardedOptimizer as ShardedOptimizer
 from wusharding.transforms.optimizer import ShardedState as ShardedState
 from wusharding.transforms.optimizer import shard_updates as shard_updates
+from wusharding.transforms.torus import torus_lines as torus_lines
 
 __version__ = "0.1.0"

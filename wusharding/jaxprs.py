@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 from jax.extend import source_info_util
+from jax.interpreters import mlir
 
 
 class Aval(NamedTuple):
@@ -249,6 +250,28 @@ def as_varying(x: Any, axes: frozenset[str]) -> Any:
     """Casts `x` to vary over `axes` as well."""
     missing = axes - varying_axes(x)
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def as_invarying(x: Any, axes: Sequence[str]) -> Any:
+    """`x` with the type of a value that is equal along `axes`, which the caller vouches for.
+
+    JAX has no such cast, and its gather within groups returns a varying value: several of them
+    may together have covered an axis, which types cannot tell.
+    """
+    found = varying_axes(x).intersection(axes)
+    return _invarying_p.bind(x, axes=tuple(sorted(found))) if found else x
+
+
+def _invarying_aval(aval: Any, *, axes: tuple[str, ...]) -> Any:
+    if hasattr(aval, "mat"):
+        mat = aval.mat.update(varying=aval.mat.varying.difference(axes))
+        return aval.update(manual_axis_type=mat)
+    return aval.update(vma=aval.vma.difference(axes))
+
+
+_invarying_p = jex.Primitive("as_invarying")
+_invarying_p.def_abstract_eval(_invarying_aval)
+mlir.register_lowering(_invarying_p, lambda ctx, x, *, axes: [x])
 
 
 def bound_axis_size(axis: str) -> int | None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 
+from wusharding.analysis.lines import Lines, Phase, shard_numbers
 from wusharding.formats import Format
 
 
@@ -17,11 +18,37 @@ class Replicas:
       axis_sizes: name and size of every mesh axis, in mesh order.
       reduce_axes: the replica axes, over which gradients are summed.
       shard_axes: the part of `reduce_axes` over which the update is sharded.
+      lines: for shard axes that lie over several dims of a torus, its lines.
     """
 
     axis_sizes: tuple[tuple[str, int], ...]
     reduce_axes: tuple[str, ...]
     shard_axes: tuple[str, ...]
+    lines: tuple[tuple[str, Lines], ...] = ()
+
+    @functools.cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """The steps of scattering over all shard axes; gathering takes them in reverse."""
+        lines = dict(self.lines)
+        found = []
+        for axis in self.shard_axes:
+            found += [Phase(axis, len(g[0]), g) for g in lines.get(axis, ())] or [
+                Phase(axis, self.size((axis,)), None)
+            ]
+        return tuple(found)
+
+    @functools.cached_property
+    def shard_numbers(self) -> tuple[int, ...]:
+        """The shard that each device along the shard axes holds; empty where it counts along."""
+        if not any(axis in self.shard_axes for axis, _ in self.lines):
+            return ()
+        lines = dict(self.lines)
+        numbers = [0]
+        for axis in self.shard_axes:
+            n = self.size((axis,))
+            inner = shard_numbers(lines[axis]) if axis in lines else range(n)
+            numbers = [outer * n + k for outer in numbers for k in inner]
+        return () if numbers == list(range(len(numbers))) else tuple(numbers)
 
     @property
     def num_shards(self) -> int:

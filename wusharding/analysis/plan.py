@@ -238,17 +238,9 @@ def _traffic(
     replicas = layout.replicas
     split = [leaf for leaf in layout.params if leaf.placement.span is not None]
     rest = [leaf for leaf in layout.params if leaf.placement.span is None]
-    hops = len(replicas.shard_axes)
     rows = []
     if split and not reduced:
-        rows.append(
-            Traffic(
-                "reduce-scatter",
-                "gradients",
-                hops * _num_buckets(split, replicas, buckets),
-                _padded(split, replicas),
-            )
-        )
+        rows += _scattered(split, replicas, buckets)
         if replicas.num_replicas > replicas.num_shards:
             rows.append(
                 Traffic(
@@ -266,14 +258,33 @@ def _traffic(
         )
     rows += _inner_traffic(schedule, replicas)
     if split:
-        rows.append(
+        rows += [
             Traffic(
                 "all-gather",
-                "updates or new weights",
-                hops * _num_buckets(split, replicas, buckets),
-                _padded(split, replicas) // replicas.num_shards,
+                row.purpose.replace("gradients", "updates or new weights"),
+                row.count,
+                row.operand_bytes // phase.size,
             )
-        )
+            for row, phase in zip(
+                reversed(_scattered(split, replicas, buckets)),
+                reversed(replicas.phases),
+                strict=True,
+            )
+        ]
+    return rows
+
+
+def _scattered(leaves: Sequence[Leaf], replicas: Replicas, buckets: BucketSizes) -> list[Traffic]:
+    """The reduce-scatters of the gradients, a row for each phase."""
+    count = _num_buckets(leaves, replicas, buckets)
+    rows = []
+    size = _padded(leaves, replicas)
+    for phase in replicas.phases:
+        where = f" along {phase.axis}" if len(replicas.phases) > 1 else ""
+        if phase.groups is not None:
+            where += f", in lines of {phase.size}"
+        rows.append(Traffic("reduce-scatter", f"gradients{where}", count, size))
+        size //= phase.size
     return rows
 
 

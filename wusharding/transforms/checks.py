@@ -295,7 +295,7 @@ def check_state(state: Any, context: Context) -> Layout:
         )
     have, need = layout.replicas, context.replicas
     if (have.shard_axes, have.reduce_axes) != (need.shard_axes, need.reduce_axes) or (
-        dict(have.axis_sizes) != dict(need.axis_sizes)
+        dict(have.axis_sizes) != dict(need.axis_sizes) or have.shard_numbers != need.shard_numbers
     ):
         raise StateMismatchError(
             f"state: belongs to another plan: {have.num_shards} shards over {have.shard_axes} of "

@@ -2,7 +2,8 @@
 
 Every function runs on one device, where the mesh axes are bound. Scattering runs axis by axis in
 the order in which they are named, and gathering in reverse, so that shard `i` is that of
-`PartitionSpec((axes))`.
+`PartitionSpec((axes))`. An axis that lies over several dims of a torus is scattered along its
+lines, one dim at a time; `Replicas.shard_numbers` says which shard each device then holds.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from wusharding.analysis.placement import Placement, Replicas
 from wusharding.analysis.rules.base import Reduction
 from wusharding.formats import Format
 from wusharding.formats.buckets import Bucket, BucketSizes
-from wusharding.jaxprs import varying_axes
+from wusharding.jaxprs import as_invarying, varying_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,10 @@ class Collectives:
     @classmethod
     def here(cls, replicas: Replicas, buckets: BucketSizes) -> Collectives:
         """The collectives of the device that this runs on."""
-        return cls(replicas, buckets, lax.axis_index(replicas.shard_axes))
+        index = lax.axis_index(replicas.shard_axes)
+        if replicas.shard_numbers:
+            index = jnp.asarray(replicas.shard_numbers, jnp.int32)[index]
+        return cls(replicas, buckets, index)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -109,20 +114,29 @@ class Collectives:
         return out
 
     def exchange(self, x: jax.Array) -> jax.Array:
-        """All-to-all of `x: [num_shards, ...]`: row `r` goes to device `r`."""
-        return lax.all_to_all(x, self.axes, 0, 0, tiled=True)
+        """All-to-all of `x: [num_shards, ...]`: row `r` goes to the device with shard `r`."""
+        numbers = self.replicas.shard_numbers
+        if not numbers:
+            return lax.all_to_all(x, self.axes, 0, 0, tiled=True)
+        places = jnp.asarray(np.argsort(numbers))
+        return lax.all_to_all(x[jnp.asarray(numbers)], self.axes, 0, 0, tiled=True)[places]
 
     # ----------------------------------------------------------------------------------- internals
 
     def _scatter(self, x: jax.Array, dim: int) -> jax.Array:
-        for axis in self.axes:
-            x = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+        for axis, _, groups in self.replicas.phases:
+            x = lax.psum_scatter(
+                x, axis, scatter_dimension=dim, axis_index_groups=groups, tiled=True
+            )
         return x
 
     def _gather(self, x: jax.Array, dim: int) -> jax.Array:
-        for axis in reversed(self.axes):
-            x = lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying")
-        return x
+        for axis, _, groups in reversed(self.replicas.phases):
+            if groups is None:
+                x = lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying")
+            else:  # JAX's types cannot tell of groups that they together cover the axis
+                x = lax.all_gather(x, axis, axis=dim, axis_index_groups=groups, tiled=True)
+        return as_invarying(x, self.axes)
 
     def _bucketed(
         self,

@@ -6,6 +6,7 @@ Also reads what JAX's types tell of a value: its sharding, and which axes its su
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,9 +14,11 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from wusharding.analysis.choose import Target
+from wusharding.analysis.lines import Lines
 from wusharding.analysis.placement import Replicas, Tiles
 from wusharding.errors import ContextError
 from wusharding.jaxprs import bound_axis_size, checks_varying
+from wusharding.transforms.torus import lines_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,19 +47,29 @@ class Context:
 
 
 def find_context(
-    mesh: Mesh | None, reduce_axes: tuple[str, ...], shard_axes: tuple[str, ...]
+    mesh: Mesh | None,
+    reduce_axes: tuple[str, ...],
+    shard_axes: tuple[str, ...],
+    lines: Mapping[str, Lines] | None,
 ) -> Context:
     """The context of this call.
 
+    Args:
+      mesh: the mesh that the caller named.
+      reduce_axes: the replica axes.
+      shard_axes: those to shard over.
+      lines: torus lines of the shard axes; None finds them in the coordinates of `mesh`'s devices.
+
     Raises:
       ContextError: no mesh is known, or it lacks an axis.
+      ValueError: lines that are not those of a grid.
     """
     bound = {a: bound_axis_size(a) for a in reduce_axes}
     if all(bound.values()):
         sizes = _manual_sizes(bound)
-        return Context(
-            True, checks_varying(shard_axes[0]), Replicas(sizes, reduce_axes, shard_axes), None
-        )
+        found_lines = lines_of(lines, mesh, shard_axes, dict(sizes))
+        replicas = Replicas(sizes, reduce_axes, shard_axes, found_lines)
+        return Context(True, checks_varying(shard_axes[0]), replicas, None)
     if any(bound.values()):
         free = [a for a, n in bound.items() if not n]
         raise ContextError(
@@ -73,7 +86,8 @@ def find_context(
         )
     check_axes(found, reduce_axes)
     sizes = tuple((str(n), s) for n, s in found.shape.items())
-    return Context(False, False, Replicas(sizes, reduce_axes, shard_axes), found)
+    found_lines = lines_of(lines, mesh, shard_axes, dict(sizes))
+    return Context(False, False, Replicas(sizes, reduce_axes, shard_axes, found_lines), found)
 
 
 def _manual_sizes(bound: dict[str, int | None]) -> tuple[tuple[str, int], ...]:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from wusharding.analysis.choose import FormatChoice, Target
 from wusharding.analysis.layout import Layout, Leaf
+from wusharding.analysis.lines import Lines
 from wusharding.analysis.plan import Plan
 from wusharding.analysis.schedule import Schedule
 from wusharding.errors import ContextError
@@ -70,6 +71,7 @@ def shard_updates(
     per_example: bool = False,
     extra_args: Mapping[str, Any] | None = None,
     target: Target | None = None,
+    lines: Mapping[str, Lines] | None = None,
 ) -> ShardedOptimizer:
     """Shards an optimizer's update and its state over the data-parallel replicas.
 
@@ -103,6 +105,10 @@ def shard_updates(
         those of optax's own optimizers.
       target: "cpu", "gpu" or "tpu", what formats and buckets are chosen for; None takes the mesh's
         devices'.
+      lines: for axes that lie over several dims of a torus, the groups of positions that differ in
+        one dim only, dim by dim: gradients are scattered along one dim after the other, and the
+        second moves 1/length of the bytes of the first. None finds them (see `torus_lines`) in the
+        coordinates of the TPU devices of `mesh=`; {} reduces over whole axes.
 
     Returns:
       A `ShardedOptimizer`, itself an `optax.GradientTransformationExtraArgs`.
@@ -134,6 +140,7 @@ def shard_updates(
         master_dtype=checks.check_float_dtype("master_dtype", master_dtype),
         per_example=bool(per_example),
         target=checks.check_choice("target", target, (*checks.TARGETS, None)),
+        lines=lines,
         extra_args=extra_args,
     )
     checks.check_mesh(mesh, reduce_axes)
@@ -226,7 +233,8 @@ class _Core:
     # ------------------------------------------------------------------------------ looking around
 
     def context(self) -> Context:
-        return find_context(self.mesh, self.options.reduce_axes, self.options.shard_axes)
+        options = self.options
+        return find_context(self.mesh, options.reduce_axes, options.shard_axes, options.lines)
 
     def target(self) -> Target:
         return self.options.target or platform_of(self.mesh or current_mesh(None))

@@ -14,6 +14,7 @@ from wusharding.analysis.assign import MIN_ORPHAN_ELEMS, Update, assign, propaga
 from wusharding.analysis.choose import FormatChoice, Target, bucket_sizes, lanes_of
 from wusharding.analysis.decide import decide
 from wusharding.analysis.layout import Layout, Leaf
+from wusharding.analysis.lines import Lines
 from wusharding.analysis.placement import Placement, Replicas, Tiles, replicated
 from wusharding.analysis.plan import Plan, make_plan
 from wusharding.analysis.propagate import Propagation
@@ -37,6 +38,7 @@ class Options:
     master_dtype: Any
     per_example: bool
     target: Target | None
+    lines: Mapping[str, Lines] | None
     extra_args: Mapping[str, Any] | None
 
 
