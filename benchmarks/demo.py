@@ -37,7 +37,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import wusharding as wus
-from benchmarks import hlo
+from large_scale import hlo
 
 Tree = Any
 

@@ -27,8 +27,8 @@ from rich.progress import track
 from rich.table import Table
 
 import wusharding as wus
-from benchmarks.hlo import collectives
 from benchmarks.optimizer_cases import STEPS, Case, cases, run_reference
+from large_scale.hlo import collectives
 
 _SHORT = {"all-reduce": "AR", "reduce-scatter": "RS", "all-gather": "AG", "all-to-all": "A2A"}
 

@@ -53,7 +53,6 @@ from rich.progress import (
 from rich.table import Table
 
 import wusharding as wus
-from benchmarks.hlo import collectives
 from benchmarks.update_programs import (
     NUM_DEVICES,
     OPTIMIZERS,
@@ -66,6 +65,7 @@ from benchmarks.update_programs import (
     stage_seconds,
     transformer_shapes,
 )
+from large_scale.hlo import collectives
 
 # The local update and the collectives that a variant consists of, as programs of their own.
 PARTS: dict[str, tuple[str, tuple[str, ...]]] = {

@@ -21,8 +21,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import wusharding as wus
-from benchmarks.hlo import Collective, collectives
 from benchmarks.optimizer_cases import local_grads
+from large_scale.hlo import Collective, collectives
 
 Tree = Any
 

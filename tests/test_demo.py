@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import demo, hlo
+from benchmarks import demo
+from large_scale import hlo
 
 ROOT = Path(__file__).parents[1]
 GRAD_BYTES = 4000

@@ -10,8 +10,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import wusharding as wus
-from benchmarks.hlo import collectives
-from benchmarks.models.shapes import resnet50, transformer_big
+from large_scale.hlo import collectives
+from large_scale.shapes import resnet50, transformer_big
 
 
 def _mesh(num_devices: int) -> AbstractMesh:

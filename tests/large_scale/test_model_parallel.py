@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import wusharding as wus
-from benchmarks.hlo import Collective, collectives
+from large_scale.hlo import Collective, collectives
 from tests.large_scale import megatron
 from tests.runs import (
     bytes_on_devices,

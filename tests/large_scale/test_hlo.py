@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import hlo
+from large_scale import hlo
 
 ADD = """
 %add (a: f32[], b: f32[]) -> f32[] {

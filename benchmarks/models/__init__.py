@@ -1,1 +1,0 @@
-"""Parameter sets of well-known models, as shapes."""
