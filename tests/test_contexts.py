@@ -32,6 +32,7 @@ from tests.runs import (
     mesh_of,
     of_kind,
     pairs,
+    poisoned,
     reference,
     relative_error,
     spec_of,
@@ -836,31 +837,6 @@ def test_small_leaves_stay_whole_and_the_plan_says_why(least):
 
 
 # ---------------------------------------------------------------------------------------- padding
-
-
-def poisoned(state: Any, value: float) -> tuple[Any, int]:
-    """The state with `value` in all padding, and how many elements that is."""
-    layout, count = state.layout, 0
-
-    def leaf_of(leaf: Any, x: jax.Array) -> jax.Array:
-        nonlocal count
-        fmt = leaf.format(layout.replicas)
-        if fmt is None or not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        padding = fmt.pack(np.ones(fmt.shape, bool)) == 0
-        count += int(padding.sum())
-        return jax.device_put(np.where(padding, value, np.asarray(x)), x.sharding)
-
-    def leaves_of(leaves: Any, tree: Tree) -> list[jax.Array]:
-        return [leaf_of(a, x) for a, x in zip(leaves, jax.tree.leaves(tree), strict=True)]
-
-    inner = leaves_of(layout.state, state.inner)
-    masters = leaves_of(layout.master_leaves(), state.master)
-    state = state._replace(
-        inner=jax.tree.unflatten(layout.state_def, inner),
-        master=jax.tree.unflatten(jax.tree.structure(state.master), masters),
-    )
-    return state, count
 
 
 def padded_params() -> Tree:

@@ -2,7 +2,10 @@
 
 from wusharding.analysis.lines import lines_of_grid as lines_of_grid
 from wusharding.analysis.plan import Plan as Plan
+from wusharding.errors import CheckpointError as CheckpointError
 from wusharding.errors import ContextError as ContextError
+from wusharding.errors import CorruptCheckpointError as CorruptCheckpointError
+from wusharding.errors import CorruptCheckpointWarning as CorruptCheckpointWarning
 from wusharding.errors import ReducedGradientsWarning as ReducedGradientsWarning
 from wusharding.errors import ReplicatedUpdateWarning as ReplicatedUpdateWarning
 from wusharding.errors import ReplicationError as ReplicationError

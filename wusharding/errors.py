@@ -21,6 +21,18 @@ class ContextError(ShardingError, ValueError):
     """No mesh, an unknown mesh axis, or a call from a context where it cannot work."""
 
 
+class CheckpointError(ShardingError):
+    """There is no such checkpoint, or another program wrote it."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """What was read of a checkpoint is not what was saved."""
+
+
+class CorruptCheckpointWarning(UserWarning):
+    """A newer checkpoint is not intact, and an older one is restored."""
+
+
 class ReplicatedUpdateWarning(UserWarning):
     """Nothing will be sharded: every leaf of the state stays replicated."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -34,6 +35,7 @@ from wusharding.transforms.programs import (
     split_extra,
 )
 from wusharding.transforms.runner import Runner
+from wusharding.transforms.spread import Spreader, is_stored_whole
 
 PyTree = Any
 _NO_SPEC = PartitionSpec()
@@ -468,7 +470,7 @@ class _Core:
     ) -> list[Any]:
         (whole,) = self._call(
             context,
-            ("unshard", layout, tuple(leaves)),
+            ("unshard", layout.replicas, tuple(map(_unnamed, leaves))),
             lambda xs: (self.here(layout, context).unshard(leaves, xs),),
             [stored],
             [("state", leaves)],
@@ -484,27 +486,91 @@ class _Core:
         whole = checks.check_inner(inner, layout, context)
         masters = checks.check_masters(master, layout, leaves)
         kept = tuple(layout.master_leaves())
+        if not context.manual and not any(map(is_tracer, (*whole, *masters))):
+            return self._shard_in_turn(context, layout, whole, masters)
+        stored = self._shard(context, layout, layout.state, whole, "state")
+        return _state(layout, stored, self._shard(context, layout, kept, masters, "master"))
 
-        def body(whole: Any, masters: Any) -> Any:
-            runner = self.here(layout, context)
-            return runner.shard(layout.state, whole), runner.shard(kept, masters)
-
-        stored, stored_masters = self._call(
+    def _shard(
+        self,
+        context: Context,
+        layout: Layout,
+        leaves: Sequence[Leaf],
+        whole: Sequence[Any],
+        name: str,
+    ) -> list[Any]:
+        (stored,) = self._call(
             context,
-            ("shard", layout),
-            body,
-            [whole, masters],
-            [("state", layout.state), ("master", kept)],
-            [
-                [leaf.logical_spec() for leaf in layout.state],
-                [leaf.logical_spec() for leaf in kept],
-            ],
-            [
-                [leaf.spec(layout.replicas) for leaf in layout.state],
-                [leaf.spec(layout.replicas) for leaf in kept],
-            ],
+            ("shard", layout.replicas, tuple(map(_unnamed, leaves))),
+            lambda xs: (self.here(layout, context).shard(leaves, xs),),
+            [whole],
+            [(name, leaves)],
+            [[leaf.logical_spec() for leaf in leaves]],
+            [[leaf.spec(layout.replicas) for leaf in leaves]],
         )
-        return _state(layout, stored, stored_masters)
+        return stored
+
+    def _shard_in_turn(
+        self, context: Context, layout: Layout, whole: list[Any], masters: list[Any]
+    ) -> ShardedState:
+        """Leaf by leaf: beside its shards, no device holds more than one whole array."""
+        replicas, mesh = layout.replicas, checks.concrete_mesh(context.mesh)
+        spreader = Spreader(replicas, mesh)
+
+        def stored(name: str, leaf: Leaf, x: Any) -> Any:
+            where = spreader.of(leaf)
+            if getattr(x, "sharding", None) == where.narrow:
+                x = where.widened(x)
+            if not is_stored_whole(leaf, replicas):
+                return self._shard(context, layout, (leaf,), [x], name)[0]
+            spec = leaf.spec(replicas)
+            ((x,),) = checks.place([[x]], [[spec]], [(name, (leaf,))], mesh)
+            return x if x.dtype == leaf.dtype else x.astype(leaf.dtype)
+
+        inner = [stored("state", leaf, x) for leaf, x in zip(layout.state, whole, strict=True)]
+        kept = zip(layout.master_leaves(), masters, strict=True)
+        return _state(layout, inner, [stored("master", leaf, x) for leaf, x in kept])
+
+    def spread(self, state: ShardedState) -> tuple[PyTree, PyTree]:
+        """The wrapped optimizer's own state and the masters, whole, but spread over the devices.
+
+        Leaf by leaf: beside the result, no device holds more than one whole array.
+        """
+        context = self._global_context("a spread state")
+        layout = checks.check_state(state, context)
+        spreader = Spreader(layout.replicas, checks.concrete_mesh(context.mesh))
+
+        def whole(leaf: Leaf, stored: Any) -> Any:
+            where = spreader.of(leaf)
+            if is_stored_whole(leaf, layout.replicas):
+                return stored
+            (x,) = self._unshard(context, layout, (leaf,), [stored])
+            return where.narrowed(jax.device_put(x, where.wide))
+
+        inner, masters = _stored(state)
+        done = [whole(leaf, x) for leaf, x in zip(layout.state, inner, strict=True)]
+        kept = zip(layout.master_leaves(), masters, strict=True)
+        return (
+            jax.tree.structure(state.inner).unflatten(done),
+            jax.tree.structure(state.master).unflatten([whole(leaf, x) for leaf, x in kept]),
+        )
+
+    def mesh_of_devices(self) -> Mesh:
+        """The mesh with its devices, outside of manual mode."""
+        return checks.concrete_mesh(self._global_context("a spread state").mesh)
+
+    def abstract_spread(self, params: PyTree) -> ShardedState:
+        """`jax.ShapeDtypeStruct`s of what `spread` returns, with shardings."""
+        mesh = self.mesh_of_devices()
+        spreader: list[Spreader] = []
+
+        def describe(leaf: Leaf, layout: Layout) -> jax.ShapeDtypeStruct:
+            if not spreader:
+                spreader.append(Spreader(layout.replicas, mesh))
+            where = spreader[0].of(leaf).narrow
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+        return self._described(params, describe)
 
     # ---------------------------------------------------------------------------------- abstracts
 
@@ -520,14 +586,14 @@ class _Core:
 
     def state_shardings(self, params: PyTree) -> ShardedState:
         """See `ShardedOptimizer.state_shardings`."""
-        mesh = checks.concrete_mesh(self._global_mesh("state_shardings"))
+        mesh = checks.concrete_mesh(self._global_context("state_shardings").mesh)
         return self._described(
             params, lambda leaf, layout: NamedSharding(mesh, leaf.spec(layout.replicas))
         )
 
     def abstract_state(self, params: PyTree) -> ShardedState:
         """See `ShardedOptimizer.abstract_state`."""
-        mesh = checks.concrete_mesh(self._global_mesh("abstract_state"))
+        mesh = checks.concrete_mesh(self._global_context("abstract_state").mesh)
         return self._described(
             params,
             lambda leaf, layout: jax.ShapeDtypeStruct(
@@ -537,13 +603,13 @@ class _Core:
             ),
         )
 
-    def _global_mesh(self, name: str) -> Any:
+    def _global_context(self, name: str) -> Context:
         context = self.context()
         if context.manual:
             raise ContextError(
                 f"{name} describes global arrays: call it outside of shard_map and pmap."
             )
-        return context.mesh
+        return context
 
     def plan(self, params: PyTree) -> Plan:
         """See `ShardedOptimizer.plan`."""
@@ -576,6 +642,11 @@ def _mapped(
         return mapped(*(list(g) for g in args))
 
     return call
+
+
+def _unnamed(leaf: Leaf) -> Leaf:
+    """A leaf without what does not change the program that stores it."""
+    return dataclasses.replace(leaf, path="", why="")
 
 
 def _global_aval(aval: Aval, tiles: Any, context: Context) -> Aval:
