@@ -26,6 +26,7 @@ from wusharding.errors import (
     StateMismatchError,
 )
 from wusharding.jaxprs import Aval, array_aval, varying_axes
+from wusharding.transforms.boxes import stored_trees
 from wusharding.transforms.context import Context, is_tracer, spec_of, unreduced_axes
 from wusharding.transforms.programs import Options, flatten_with_paths
 from wusharding.transforms.runner import Arrival
@@ -177,8 +178,9 @@ def check_spec_known(context: Context, axes: tuple[str, ...], leaves: Sequence[A
         raise ContextError(
             f"the mesh has further axes {other}, and under jit on an auto mesh it cannot be seen "
             "how "
-            f"the parameters are split over them. Call init eagerly once on placed parameters, or "
-            f"pass shard_updates(..., param_specs=...)."
+            "the parameters are split over them. Call init eagerly once on placed parameters, or "
+            "pass shard_updates(..., param_specs=...): their specs, or a function that tells them "
+            "from the parameters, such as get_partition_spec of flax.linen and of flax.nnx."
         )
 
 
@@ -304,10 +306,11 @@ def check_state(state: Any, context: Context) -> Layout:
             f"{dict(need.axis_sizes)}. Convert it: other.unshard(state), then tx.shard(plain, "
             "params)."
         )
-    leaves = _flatten_like(state.inner, layout.state_def, "state")
+    trees = stored_trees(layout)
+    leaves = _flatten_like(state.inner, trees.inner, "state")
     for leaf, x in zip(layout.state, leaves, strict=True):
         check_stored("state", leaf, x, layout, context)
-    masters = _flatten_like(state.master, _masters_def(layout), "master")
+    masters = _flatten_like(state.master, trees.master, "master")
     for leaf, x in zip(layout.master_leaves(), masters, strict=True):
         check_stored("master", leaf, x, layout, context)
     return layout
@@ -422,7 +425,7 @@ def trees_as_given(layout: Layout, state: Any, grads: Any, params: Any) -> Layou
     params_def = layout.params_def if params is None else jax.tree.structure(params)
     if params is None and grads_def.num_leaves == params_def.num_leaves:
         params_def = grads_def
-    state_def = jax.tree.structure(state.inner)
+    state_def = plain_state_def(layout, state.inner)
     if (grads_def, params_def, state_def) == (
         layout.grads_def,
         layout.params_def,
@@ -432,6 +435,12 @@ def trees_as_given(layout: Layout, state: Any, grads: Any, params: Any) -> Layou
     return dataclasses.replace(
         layout, grads_def=grads_def, params_def=params_def, state_def=state_def
     )
+
+
+def plain_state_def(layout: Layout, inner: Any) -> Any:
+    """The tree of the wrapped optimizer's own state, in boxes if the stored `inner` is."""
+    given = jax.tree.structure(inner)
+    return layout.state_def if given == stored_trees(layout).inner else given
 
 
 def check_master_params(layout: Layout, params: Any) -> None:

@@ -18,6 +18,7 @@ from wusharding.analysis.schedule import Schedule
 from wusharding.errors import ContextError
 from wusharding.jaxprs import Aval, array_aval
 from wusharding.transforms import checks
+from wusharding.transforms.boxes import stored_trees
 from wusharding.transforms.context import (
     Context,
     current_mesh,
@@ -99,8 +100,9 @@ def shard_updates(
         travel alone, on CPU those of 256 KiB already.
       gather_dtype: dtype in which weights (`apply`) or updates (`update`) are gathered.
       master_dtype: keep sharded master weights of this dtype in the state for weights of another.
-      param_specs: tree of `PartitionSpec` of the weights, for model parallelism where it cannot be
-        seen: in `shard_map`, and in `jit` on an auto mesh before any eager `init`.
+      param_specs: tree of `PartitionSpec` of the weights, or a function that makes it from them (as
+        Flax's `nn.get_partition_spec`), for model parallelism where it cannot be seen: in
+        `shard_map`, and in `jit` on an auto mesh before any eager `init`.
       per_example: gradients carry a leading dim of examples, split over `axis`, and the optimizer
         reduces them itself (`optax.contrib.differentially_private_aggregate`).
       extra_args: examples of the extra arguments that `optimizer.update` needs, where they are not
@@ -261,6 +263,8 @@ class _Core:
         self, treedef: Any, avals: Sequence[Aval], leaves: Sequence[Any], context: Context
     ) -> Sequence[PartitionSpec]:
         """How model parallelism splits each weight: given, seen in types, or recorded."""
+        if callable(self.param_specs):
+            return checks.broadcast_specs(self.param_specs(treedef.unflatten(leaves)), treedef)
         if self.param_specs is not None:
             return checks.broadcast_specs(self.param_specs, treedef)
         if context.manual:
@@ -431,8 +435,12 @@ class _Core:
             ],
             [logical, state_specs, master_specs],
         )
-        # The layout of the state stays the same object, whatever boxes this call came in.
-        new_state = _state(layout, new_inner, new_masters)._replace(layout=state.layout)
+        # In the state's own trees and layout, whatever boxes this call came in.
+        new_state = ShardedState(
+            jax.tree.structure(state.inner).unflatten(new_inner),
+            jax.tree.structure(state.master).unflatten(new_masters),
+            state.layout,
+        )
         return layout.params_def.unflatten(out), new_state
 
     def _grad_aval(self, leaf: Leaf, grad: Any, master: Any, context: Context) -> Aval:
@@ -452,7 +460,7 @@ class _Core:
         layout = checks.check_state(state, context)
         inner, _ = _stored(state)
         whole = self._unshard(context, layout, layout.state, inner)
-        return jax.tree.structure(state.inner).unflatten(whole)
+        return checks.plain_state_def(layout, state.inner).unflatten(whole)
 
     def unshard_master(self, state: ShardedState) -> PyTree:
         """See `ShardedOptimizer.master`."""
@@ -659,8 +667,5 @@ def _stored(state: ShardedState) -> tuple[list[Any], list[Any]]:
 
 
 def _state(layout: Layout, inner: Sequence[Any], masters: Sequence[Any]) -> ShardedState:
-    if not any(m is not None for m in layout.masters):
-        return ShardedState(layout.state_def.unflatten(inner), (), layout)
-    rest = iter(masters)
-    tree = layout.params_def.unflatten([None if m is None else next(rest) for m in layout.masters])
-    return ShardedState(layout.state_def.unflatten(inner), tree, layout)
+    trees = stored_trees(layout)
+    return ShardedState(trees.inner.unflatten(inner), trees.master.unflatten(masters), layout)
