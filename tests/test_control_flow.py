@@ -1,4 +1,4 @@
-"""Optimizers that users write with `cond`, `switch`, `scan` and `while`, on eight devices."""
+"""Optimizers that users write with `cond`, `switch`, `scan`, `while` and calls, on 8 devices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -198,6 +198,35 @@ def scan_in_while(g: Any, history: Any) -> Any:
     return lax.while_loop(lambda carry: carry[0] < 3, body, (1, g))[1]
 
 
+# ------------------------------------------------------------------------------------------- calls
+
+
+def composed(g: Any, p: Any) -> Any:
+    return lax.composite(lambda x, *, k: jnp.tanh(k * x), "an.operation")(g + p, k=2.0)
+
+
+@jax.custom_batching.custom_vmap
+def softsign(x: Any) -> Any:
+    return x / (1 + jnp.abs(x))
+
+
+@softsign.def_vmap
+def _(size: int, batched: Any, x: Any) -> Any:
+    return softsign(x), batched[0]
+
+
+def called(g: Any, p: Any) -> Any:
+    """A call in a call, of rematerialized, batched and differentiated functions of one's own."""
+    return jax.jit(lambda x: jax.checkpoint(jnp.sin)(softsign(x)))(g) + jax.nn.relu(p)
+
+
+def held_back(grads: Tree, params: Tree) -> Tree:
+    """Arrays of several shapes, a sum and a constant wait for each other."""
+    norm = optax.tree.norm(grads)
+    grads, norm, _ = lax.optimization_barrier((grads, norm, jnp.arange(3.0)))
+    return jax.tree.map(lambda g: g / (1 + norm), grads)
+
+
 OPTIMIZERS = {
     "clipped": stateless(clipped),
     "zeroed": stateless(zeroed),
@@ -216,6 +245,9 @@ OPTIMIZERS = {
     "sorted_while": each(sorted_while),
     "cond_in_scan": with_history(cond_in_scan, 3),
     "scan_in_while": with_history(scan_in_while, 3),
+    "composed": each(composed),
+    "called": each(called),
+    "held_back": stateless(held_back),
 }
 
 

@@ -5,6 +5,8 @@ Everything else works on `Program`, a flat list of `Op`s over integer value ids:
 * call-like equations (`jit`, `remat`, `custom_jvp_call`, ...) are inlined, so that they cannot hide
   an operation from the analysis;
 * `cond`, `scan` and `while` keep their bodies, each a `Program` of its own;
+* an `optimization_barrier` over several values becomes one for each: they need not be split alike,
+  and what they hold is the same;
 * literals and captured constants are values like any other, listed in `Program.consts`.
 """
 
@@ -102,11 +104,14 @@ _INLINED: Mapping[str, str] = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_vmap_call": "call",
+    "composite": "jaxpr",
     "checkpoint": "jaxpr",
     "remat": "jaxpr",
     "remat2": "jaxpr",
     "custom_lin": "jaxpr",
 }
+_ONE_BY_ONE = frozenset({"optimization_barrier"})
 _CONTROL: Mapping[str, tuple[str, ...]] = {
     "scan": ("jaxpr",),
     "while": ("cond_jaxpr", "body_jaxpr"),
@@ -195,6 +200,10 @@ class _Builder:
                 env.update(zip(eqn.outvars, outs, strict=True))
                 continue
             outs = tuple(self.new(v.aval, env, v) for v in eqn.outvars)
+            if eqn.primitive.name in _ONE_BY_ONE:
+                for i, o in zip(ins, outs, strict=True):
+                    self.ops.append(Op(eqn.primitive, eqn.params, (i,), (o,), (), sources))
+                continue
             subs = _bodies(eqn)
             self.ops.append(Op(eqn.primitive, eqn.params, ins, outs, subs, sources))
         return tuple(self.atom(a, env) for a in jaxpr.outvars)

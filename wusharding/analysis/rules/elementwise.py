@@ -82,7 +82,7 @@ def _all_terms(op: Op, partial: tuple[int, ...]) -> bool:
 
 
 register(
-    "neg copy real imag conj stop_gradient name",
+    "neg copy real imag conj stop_gradient name optimization_barrier",
     OpRule("elementwise", _factors, _localize, _reshape, linear=_always),
 )
 register(_SUMS, OpRule("elementwise", _factors, _localize, _reshape, linear=_all_terms))

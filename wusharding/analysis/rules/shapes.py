@@ -340,17 +340,6 @@ def _bitcast_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
     return Factors((one,), (two,), sizes_of(longer), {}, blocked)
 
 
-def _tuple_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
-    """Each operand as it is; those of equal shape are split alike."""
-    sizes: dict[int, int] = {}
-    labels: dict[tuple[int, ...], DimFactors] = {}
-    for aval in ins:
-        if aval.shape not in labels:
-            labels[aval.shape] = same_free(aval, sizes)
-    each = tuple(labels[aval.shape] for aval in ins)
-    return Factors(each, each, sizes)
-
-
 register(
     "broadcast_in_dim",
     OpRule(
@@ -382,5 +371,3 @@ register("tile", OpRule("shapes", _kept(_tiled), _tile_localize, linear=_linear)
 register("rev", OpRule("shapes", _kept(_reversed), _rev_localize, linear=_linear))
 register("iota", OpRule("shapes", _iota_factors, _iota_localize))
 register("bitcast_convert_type", OpRule("shapes", _bitcast_factors))
-# Not with the elementwise: its results differ in shape.
-register("optimization_barrier", OpRule("shapes", _tuple_factors, linear=_all_linear))
