@@ -352,6 +352,54 @@ def test_param_specs_of_another_tree():
         tx.init(good_params())
 
 
+def on_data_and_model(body: Callable[..., Any], spec: P, tree: Tree, **options: Any) -> Any:
+    """Traces `body` on a tree whose arrays are all split as `spec` says."""
+    mesh = mesh_of({"data": 4, "model": 2})
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=P(), **options)
+    tree = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec)), tree)
+    return jax.eval_shape(mapped, tree)
+
+
+def test_params_split_over_an_axis_of_which_no_spec_tells():
+    tx = wus.shard_updates(optax.lamb(0.1))
+    with refused(
+        wus.ContextError, "params['w']", "['model']", "outside of shard_map", "param_specs"
+    ):
+        on_data_and_model(tx.init, P(None, "model"), {"w": np.ones((17, 4), np.float32)})
+
+
+def test_gradients_that_vary_over_an_axis_over_which_the_weight_does_not():
+    tx = wus.shard_updates(optax.lamb(0.1), reduce=None)
+
+    def body(grads: Tree) -> Any:
+        params = jax.tree.map(jnp.zeros_like, grads)
+        params = jax.lax.psum(params, "model")
+        return tx.update(grads, tx.init(params), params)[0]
+
+    with refused(wus.ReplicationError, "gradients['w']", "['model']", "psum"):
+        on_data_and_model(body, P(None, "model"), {"w": np.ones((17, 4), np.float32)})
+
+
+def test_a_state_with_the_specs_of_all_axes_where_only_some_are_manual():
+    mesh = mesh_of({"data": 4, "model": 2}, auto=True)
+    params = {"w": np.ones((16, 4), np.float32)}
+    placed = jax.device_put(params, NamedSharding(mesh, P(None, "model")))
+    tx = optimizer_of(mesh=mesh)
+    state = tx.init(placed)
+    mapped = jax.shard_map(
+        lambda s, p: tx.update(p, s, p)[0],
+        mesh=mesh,
+        in_specs=(P(), P()),
+        out_specs=P(),
+        axis_names={"data"},
+    )
+    with (
+        jax.set_mesh(mesh),
+        refused(wus.StateMismatchError, "mu['w']", "state_specs(params, axis_names={'data'})"),
+    ):
+        jax.eval_shape(mapped, state, placed)
+
+
 def test_param_specs_that_divide_unevenly():
     mesh = mesh_of({"data": 4, "model": 2})
     tx = optimizer_of(mesh=mesh, param_specs={"layer": {"w": P("model"), "b": P()}})

@@ -932,10 +932,16 @@ def model_params() -> Tree:
     [
         *((c, n) for n in MODEL_OPTIMIZERS for c in ("checked", "explicit", "auto")),
         ("unchecked", "adafactor"),
+        ("open auto", "adafactor"),
+        ("open auto unchecked", "lamb"),
+        ("open explicit", "lamb"),
+        ("open explicit", "adafactor"),
+        ("open explicit unchecked", "clip"),
     ],
 )
 def test_model_parallel_weights(context, name):
-    mesh = mesh_of({"data": 4, "model": 2}, auto=context == "auto")
+    """Open: in a `shard_map` over `data` that leaves `model` to the compiler or to types."""
+    mesh = mesh_of({"data": 4, "model": 2}, auto="auto" in context)
     params = model_params()
     steps = batches(params, 4)
     optimizer = MODEL_OPTIMIZERS[name]()
@@ -948,10 +954,10 @@ def test_model_parallel_weights(context, name):
         }
 
     params = on_mesh(params)
-    manual = context in ("checked", "unchecked")
+    manual, opened = context in ("checked", "unchecked"), context.startswith("open")
     tx = wus.shard_updates(optimizer, mesh=mesh, **({"param_specs": MODEL_SPECS} if manual else {}))
     state = tx.init(params)
-    within = jax.set_mesh(mesh) if context == "explicit" else contextlib.nullcontext()
+    within = jax.set_mesh(mesh) if "explicit" in context else contextlib.nullcontext()
 
     def step(params: Tree, state: Any, grads: Tree) -> tuple[Tree, Any]:
         updates, state = tx.update(grads, state, params)
@@ -966,6 +972,17 @@ def test_model_parallel_weights(context, name):
             in_specs=(MODEL_SPECS, specs, {k: P("data", *s) for k, s in MODEL_SPECS.items()}),
             out_specs=(MODEL_SPECS, specs),
             check_vma=context == "checked",
+        )
+    elif opened:
+        specs = tx.state_specs(params, axis_names={"data"})
+        whole = step
+        step = jax.shard_map(
+            lambda p, s, g: whole(p, s, jax.tree.map(lambda x: x[0], g)),
+            mesh=mesh,
+            in_specs=(P(), specs, P("data")),
+            out_specs=(P(), specs),
+            axis_names={"data"},
+            check_vma="unchecked" not in context,
         )
     elif context == "explicit":
         inner = step
@@ -997,7 +1014,7 @@ def test_model_parallel_weights(context, name):
     assert layout_of_arrays(params) == placed
     assert len(compiled) == 1, compiled
     if name == "lamb":
-        assert spec_of(state.inner[0].mu["v"])[0] in (("model", "data"), "model")
+        assert spec_of(state.inner[0].mu["v"])[0] in (("data", "model"), "model")
         assert state.inner[0].mu["v"].addressable_shards[0].data.size <= 10 * 7 / 8 + 7
 
 

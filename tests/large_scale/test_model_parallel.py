@@ -98,8 +98,11 @@ def placed(tree: Tree, specs: Tree, mesh: Mesh) -> Tree:
 
 
 def training(context: str, shape: str, optimizer: Any, **options: Any) -> Training:
-    """The Transformer on a mesh of `MESHES`, in one of four contexts."""
-    mesh = mesh_of(MESHES[shape], auto=context == "auto")
+    """The Transformer on a mesh of `MESHES`, in one of five contexts.
+
+    `open` is a `shard_map` over `data` that leaves the other axes to the compiler.
+    """
+    mesh = mesh_of(MESHES[shape], auto=context in ("auto", "open"))
     stage = "stage" if "stage" in mesh.shape else None
     manual = context in ("checked", "unchecked")
     specs = megatron.specs(stage=stage, vocab="model" if manual else None)
@@ -110,7 +113,13 @@ def training(context: str, shape: str, optimizer: Any, **options: Any) -> Traini
         within = functools.partial(jax.set_mesh, mesh)
     with within():
         state = tx.init(params)
-    make = {"checked": _manual, "unchecked": _manual, "explicit": _explicit, "auto": _auto}
+    make = {
+        "checked": _manual,
+        "unchecked": _manual,
+        "open": _open,
+        "explicit": _explicit,
+        "auto": _auto,
+    }
     step = make[context](tx, params, specs, mesh, context == "checked")
     return Training(mesh, specs, tx, params, state, jax.jit(step), within)
 
@@ -132,6 +141,21 @@ def _manual(tx: Any, params: Tree, specs: Tree, mesh: Mesh, checked: bool) -> Ca
         in_specs=(specs, state_specs, P("data")),
         out_specs=(specs, state_specs),
         check_vma=checked,
+    )
+
+
+def _open(tx: Any, params: Tree, specs: Tree, mesh: Mesh, _: bool) -> Callable[..., Any]:
+    def step(params: Tree, state: Any, tokens: jax.Array) -> tuple[Tree, Any]:
+        own = jax.lax.pcast(params, "data", to="varying")
+        return tx.apply(jax.grad(megatron.loss)(own, tokens), state, params)
+
+    state_specs = tx.state_specs(params, axis_names={"data"})
+    return jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(P(), state_specs, P("data")),
+        out_specs=(P(), state_specs),
+        axis_names={"data"},
     )
 
 
@@ -166,6 +190,7 @@ CASES = [
     ),
     ("unchecked", "4x2", "lamb"),
     ("checked", "4x2", "adamw"),
+    ("open", "4x2", "lamb"),
     ("checked", "2x2x2", "lamb"),
     ("auto", "2x2x2", "lamb"),
 ]

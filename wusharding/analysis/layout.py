@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -56,15 +56,16 @@ class Leaf:
         span = self.placement.span
         if span is None:
             return _spec(list(tiles))
+        # Shards are major: a `shard_map` over the replica axes alone then sees its own pieces.
         inside = tuple(a for axes in tiles[span.lo : span.hi] for a in axes)
-        axes = [*tiles[: span.lo], inside + replicas.shard_axes, *tiles[span.hi :]]
+        axes = [*tiles[: span.lo], replicas.shard_axes + inside, *tiles[span.hi :]]
         return _spec([axes[0], ()] if self.lanes is not None else axes)
 
-    def stored_shape(self, replicas: Replicas) -> tuple[int, ...]:
-        """Shape of the stored array as one global array."""
+    def stored_shape(self, replicas: Replicas, local_axes: Collection[str] = ()) -> tuple[int, ...]:
+        """Shape of the stored array as one array; of its piece along `local_axes`."""
         local = self.local_stored_shape(replicas)
-        spec = tuple(self.spec(replicas))
-        counts = [replicas.size(_axes(entry)) for entry in spec]
+        spec = [[a for a in _axes(e) if a not in local_axes] for e in self.spec(replicas)]
+        counts = [replicas.size(tuple(axes)) for axes in spec]
         counts += [1] * (len(local) - len(counts))
         return tuple(n * c for n, c in zip(local, counts, strict=True))
 
@@ -75,6 +76,15 @@ class Leaf:
     def held_bytes(self, replicas: Replicas) -> int:
         """Bytes that one device stores."""
         return math.prod(self.local_stored_shape(replicas)) * Aval((), self.dtype).nbytes
+
+
+def restricted(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    """A spec without the axes that are not among `axes`.
+
+    >>> restricted(PartitionSpec(("data", "model"), None, "stage"), {"data"})
+    P('data',)
+    """
+    return _spec([tuple(a for a in _axes(entry) if a in axes) for entry in spec])
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

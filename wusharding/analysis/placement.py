@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Collection
 
 from wusharding.analysis.lines import Lines, Phase, shard_numbers
 from wusharding.formats import Format
@@ -102,6 +103,10 @@ class Placement:
     @property
     def is_replicated(self) -> bool:
         return self.span is None and not any(self.tiles)
+
+    def along(self, axes: Collection[str]) -> Tiles:
+        """The tiles of some mesh axes only."""
+        return tuple(tuple(a for a in tile if a in axes) for tile in self.tiles)
 
     def without_span(self) -> Placement:
         return Placement(self.tiles)

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from wusharding.analysis.choose import FORMAT_CHOICES as FORMAT_CHOICES
 from wusharding.analysis.choose import TARGETS as TARGETS
 from wusharding.analysis.layout import Layout, Leaf
-from wusharding.analysis.placement import Replicas, Tiles
+from wusharding.analysis.placement import Placement, Tiles
 from wusharding.errors import (
     ContextError,
     ReducedGradientsWarning,
@@ -147,8 +147,9 @@ def check_spec(path: str, spec: PartitionSpec, ndim: int) -> None:
         raise ValueError(f"params{path}: its spec {spec} has more entries than its {ndim} dims.")
 
 
-def check_tiles(path: str, aval: Aval, tiles: Tiles, replicas: Replicas, *, manual: bool) -> None:
+def check_tiles(path: str, aval: Aval, tiles: Tiles, context: Context) -> None:
     """Model-parallel splits are even and do not use the replica axes."""
+    replicas = context.replicas
     sizes = dict(replicas.axis_sizes)
     for d, axes in enumerate(tiles):
         shared = [a for a in axes if a in replicas.reduce_axes]
@@ -162,12 +163,26 @@ def check_tiles(path: str, aval: Aval, tiles: Tiles, replicas: Replicas, *, manu
         unknown = [a for a in axes if a not in sizes]
         if unknown:
             raise ContextError(f"params{path}: the mesh has no axis {unknown}.")
-        n = replicas.size(axes)
-        if not manual and aval.shape[d] % n:
+        n = replicas.size(tuple(a for a in axes if a not in context.local_axes))
+        if aval.shape[d] % n:
             raise ContextError(
                 f"params{path}: dim {d} of length {aval.shape[d]} is split over {axes} in {n} "
                 "uneven "
                 f"parts. Pad it, or replicate it."
+            )
+
+
+def check_splits_told(context: Context, treedef: Any, leaves: Sequence[Any]) -> None:
+    """In `shard_map` the type of a weight tells over which axes it is split, but not which dim."""
+    for i, x in enumerate(leaves):
+        others = varying_axes(x) - set(context.replicas.reduce_axes)
+        if others:
+            path = flatten_with_paths(treedef.unflatten(leaves))[0][i]
+            raise ContextError(
+                f"params{path}: it varies over {sorted(others)}, and it cannot be seen which of "
+                "its dims is split over them, as norms of whole tensors must know. Call init "
+                "outside of shard_map, or pass shard_updates(..., param_specs=...); where each "
+                "device along that axis trains weights of its own, they are PartitionSpec()."
             )
 
 
@@ -327,10 +342,13 @@ def _masters_def(layout: Layout) -> Any:
 def check_stored(name: str, leaf: Leaf, x: Any, layout: Layout, context: Context) -> None:
     """A state array has the shape and dtype in which it is stored."""
     replicas = layout.replicas
-    need = leaf.local_stored_shape(replicas) if context.manual else leaf.stored_shape(replicas)
+    need = leaf.stored_shape(replicas, context.local_axes)
     if tuple(x.shape) != need:
         where = "on each device" if context.manual else "as a global array"
         hint = "Pass the state into shard_map with tx.state_specs(params)."
+        if context.open_axes:
+            axes = set(context.local_axes)
+            hint = f"Pass the state into shard_map with tx.state_specs(params, axis_names={axes})."
         if not context.manual and tuple(x.shape[1:]) == leaf.local_stored_shape(replicas):
             hint = "It looks stacked by pmap: convert it inside pmap, where it was made."
         raise StateMismatchError(
@@ -343,7 +361,8 @@ def check_stored(name: str, leaf: Leaf, x: Any, layout: Layout, context: Context
 
 
 def _tile_shape(leaf: Leaf, layout: Layout, context: Context) -> tuple[int, ...]:
-    return leaf.placement.tile_shape(leaf.shape, layout.replicas) if context.manual else leaf.shape
+    local = Placement(leaf.placement.along(context.local_axes))
+    return local.tile_shape(leaf.shape, layout.replicas)
 
 
 def check_grads(grads: Any, layout: Layout, context: Context, *, per_example: bool) -> list[Any]:
@@ -396,6 +415,17 @@ def check_same_params(params: Any, layout: Layout, context: Context) -> list[Any
             )
     check_replicated(context, layout, leaves)
     return leaves
+
+
+def check_grads_vary_as_params(layout: Layout, grads: Sequence[Any], params: Sequence[Any]) -> None:
+    """In checked manual mode a gradient varies over no more axes than its weight and replicas."""
+    for leaf, g, i in zip(layout.grads, grads, layout.grads_of, strict=True):
+        more = varying_axes(g) - varying_axes(params[i]) - set(layout.replicas.reduce_axes)
+        if more:
+            raise ReplicationError(
+                f"gradients{leaf.path}: vary over {sorted(more)}, over which the weight does not. "
+                "Each device there holds a part of the gradient: add them up, as by jax.lax.psum."
+            )
 
 
 def _flatten_like(tree: Any, treedef: Any, name: str) -> list[Any]:

@@ -26,24 +26,34 @@ class Context:
     """One call's surroundings.
 
     Args:
-      manual: the replica axes are bound (`shard_map`, `pmap`): arrays are local.
+      manual: the replica axes are bound (`shard_map`, `pmap`): arrays are local along them.
       checked: JAX checks which values vary (`check_vma=True`); only when manual.
       replicas: mesh axes and their sizes.
-      mesh: the mesh to open a `shard_map` over; None when manual.
+      mesh: the mesh to open a `shard_map` over; None when no axis is left for one.
+      open_axes: the axes that the surrounding `shard_map` leaves to the compiler, or to types.
     """
 
     manual: bool
     checked: bool
     replicas: Replicas
     mesh: Mesh | AbstractMesh | None
+    open_axes: tuple[str, ...] = ()
+
+    @property
+    def local_axes(self) -> frozenset[str]:
+        """The axes along which arrays come as one device's piece."""
+        if not self.manual:
+            return frozenset()
+        return frozenset(a for a, _ in self.replicas.axis_sizes) - set(self.open_axes)
 
     @property
     def explicit(self) -> bool:
-        """The replica axes are explicit: types carry shardings."""
+        """The axes to open a `shard_map` over are explicit: types carry shardings."""
         if self.mesh is None:
             return False
         types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        return types[self.replicas.reduce_axes[0]] == AxisType.Explicit
+        asked = self.open_axes if self.manual else self.replicas.reduce_axes
+        return types[asked[0]] == AxisType.Explicit
 
 
 def find_context(
@@ -69,7 +79,11 @@ def find_context(
         sizes = _manual_sizes(bound)
         found_lines = lines_of(lines, mesh, shard_axes, dict(sizes))
         replicas = Replicas(sizes, reduce_axes, shard_axes, found_lines)
-        return Context(True, checks_varying(shard_axes[0]), replicas, None)
+        around = jax.sharding.get_abstract_mesh()
+        left = _axes_left_open(around)
+        return Context(
+            True, checks_varying(shard_axes[0]), replicas, around if left else None, left
+        )
     if any(bound.values()):
         free = [a for a, n in bound.items() if not n]
         raise ContextError(
@@ -94,6 +108,12 @@ def _manual_sizes(bound: dict[str, int | None]) -> tuple[tuple[str, int], ...]:
     ambient = jax.sharding.get_abstract_mesh()
     sizes = {str(n): s for n, s in ambient.shape.items()} if not ambient.empty else {}
     return tuple({**{a: n or 0 for a, n in bound.items()}, **sizes}.items())
+
+
+def _axes_left_open(mesh: AbstractMesh) -> tuple[str, ...]:
+    """Axes over which the surrounding `shard_map` is not manual."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(str(a) for a, kind in kinds if kind != AxisType.Manual)
 
 
 def current_mesh(mesh: Mesh | None) -> Mesh | AbstractMesh | None:

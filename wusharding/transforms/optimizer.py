@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,8 +11,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from wusharding.analysis.choose import FormatChoice, Target
-from wusharding.analysis.layout import Layout, Leaf
+from wusharding.analysis.layout import Layout, Leaf, restricted
 from wusharding.analysis.lines import Lines
+from wusharding.analysis.placement import Placement
 from wusharding.analysis.plan import Plan
 from wusharding.analysis.schedule import Schedule
 from wusharding.errors import ContextError
@@ -204,9 +205,17 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
         """
         return self._core.shard(inner, params, master)
 
-    def state_specs(self, params: PyTree) -> ShardedState:
-        """`PartitionSpec`s of the state, for `shard_map`'s `in_specs` and `out_specs`."""
-        return self._core.state_specs(params)
+    def state_specs(
+        self, params: PyTree, *, axis_names: Collection[str] | None = None
+    ) -> ShardedState:
+        """`PartitionSpec`s of the state, for `shard_map`'s `in_specs` and `out_specs`.
+
+        Args:
+          params: the weights, or `jax.ShapeDtypeStruct`s of them.
+          axis_names: as given to `shard_map`, where it is manual over some mesh axes only; the
+            specs then name no others.
+        """
+        return self._core.state_specs(params, axis_names)
 
     def state_shardings(self, params: PyTree) -> ShardedState:
         """`NamedSharding`s of the state, for `jit`."""
@@ -253,9 +262,8 @@ class _Core:
         for path, aval, spec in zip(paths, avals, specs, strict=True):
             checks.check_spec(path, spec, len(aval.shape))
             tiles.append(tiles_of_spec(spec, len(aval.shape)))
-            checks.check_tiles(path, aval, tiles[-1], context.replicas, manual=context.manual)
-        if context.manual:
-            avals = tuple(_global_aval(a, t, context) for a, t in zip(avals, tiles, strict=True))
+            checks.check_tiles(path, aval, tiles[-1], context)
+        avals = tuple(_global_aval(a, t, context) for a, t in zip(avals, tiles, strict=True))
         info = ParamInfo(treedef, paths, avals, tuple(tiles))
         return self.programs.layout(info, context.replicas, self.target()), leaves
 
@@ -268,6 +276,8 @@ class _Core:
         if self.param_specs is not None:
             return checks.broadcast_specs(self.param_specs, treedef)
         if context.manual:
+            checks.check_splits_told(context, treedef, leaves)
+        if context.manual and not context.open_axes:
             return [_NO_SPEC] * len(leaves)
         seen = [spec_of(x) for x in leaves]
         key = (treedef, tuple(a.shape for a in avals))
@@ -297,12 +307,12 @@ class _Core:
         in_specs: Sequence[Sequence[PartitionSpec]],
         out_specs: Sequence[Sequence[PartitionSpec]],
     ) -> Any:
-        """Runs `body` on one device's pieces: here if manual, else in a (jitted) `shard_map`.
+        """Runs `body` on one device's pieces: here, or in a `shard_map` over the axes left open.
 
         `name` identifies the body and its specs among eager calls, so that it is compiled once;
         None if it cannot be compared.
         """
-        if context.manual:
+        if context.manual and not context.open_axes:
             return body(*args)
         if any(is_tracer(x) for group in args for x in group):
             return _mapped(context, body, in_specs, out_specs)(*args)
@@ -383,6 +393,7 @@ class _Core:
         param_leaves = None
         if params is not None:
             param_leaves = checks.check_same_params(params, layout, context)
+            checks.check_grads_vary_as_params(layout, grad_leaves, param_leaves)
         checks.check_master_params(layout, params)
         layout = checks.trees_as_given(layout, state, grads, params)
         arrivals = checks.arrivals(grad_leaves, layout, context, self.options.reduce)
@@ -588,9 +599,14 @@ class _Core:
         masters = [describe(leaf, layout) for leaf in layout.master_leaves()]
         return _state(layout, inner, masters)
 
-    def state_specs(self, params: PyTree) -> ShardedState:
+    def state_specs(self, params: PyTree, axis_names: Collection[str] | None) -> ShardedState:
         """See `ShardedOptimizer.state_specs`."""
-        return self._described(params, lambda leaf, layout: leaf.spec(layout.replicas))
+
+        def describe(leaf: Leaf, layout: Layout) -> PartitionSpec:
+            spec = leaf.spec(layout.replicas)
+            return spec if axis_names is None else restricted(spec, axis_names)
+
+        return self._described(params, describe)
 
     def state_shardings(self, params: PyTree) -> ShardedState:
         """See `ShardedOptimizer.state_shardings`."""
@@ -632,13 +648,19 @@ def _mapped(
     in_specs: Sequence[Sequence[PartitionSpec]],
     out_specs: Sequence[Sequence[PartitionSpec]],
 ) -> Callable[..., Any]:
-    """`body` in a `shard_map` that is manual over every axis of the mesh."""
+    """`body` in a `shard_map` that makes every axis of the mesh manual."""
+    if context.manual:
+        in_specs, out_specs = (
+            [[restricted(s, context.open_axes) for s in group] for group in groups]
+            for groups in (in_specs, out_specs)
+        )
     mapped = jax.shard_map(
         body,
         mesh=context.mesh,
         in_specs=tuple(list(g) for g in in_specs),
         out_specs=tuple(list(g) for g in out_specs),
-        check_vma=False,
+        check_vma=context.checked,
+        axis_names=set(context.open_axes),
     )
 
     def call(*args: Any) -> Any:
@@ -658,7 +680,9 @@ def _unnamed(leaf: Leaf) -> Leaf:
 
 
 def _global_aval(aval: Aval, tiles: Any, context: Context) -> Aval:
-    shape = tuple(n * context.replicas.size(t) for n, t in zip(aval.shape, tiles, strict=True))
+    """The aval of the whole array, of which `aval` is the piece along the axes that are local."""
+    local = Placement(tiles).along(context.local_axes)
+    shape = tuple(n * context.replicas.size(t) for n, t in zip(aval.shape, local, strict=True))
     return Aval(shape, aval.dtype)
 
 
