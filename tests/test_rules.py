@@ -19,7 +19,7 @@ from jax.extend.core import primitives
 from tests import laws
 from tests.laws import LawBroken, applications, check_linear, check_rule, numbers
 from tests.rule_cases import CASES, F32, Case, below, flags
-from wusharding.analysis.decide import decide
+from wusharding.analysis.decide import Value, decide
 from wusharding.analysis.placement import Placement, Span
 from wusharding.analysis.propagate import Propagation
 from wusharding.analysis.rules import RULES, Factors, OpRule
@@ -154,7 +154,7 @@ def test_linear_operations_commute_with_sums(primitive: str):
 def test_sums_of_integers_are_finished_before_they_are_divided(dtype: Any, last: type):
     program, _ = trace(lambda x: lax.div(jnp.sum(x), x.dtype.type(3)), numbers((5,), dtype))
     propagation = Propagation(program, laws.replicas_of(2))
-    schedule, _ = decide(propagation, [Placement(((),), Span(0, 1, 3))], [None], [-1])
+    schedule, _ = decide(propagation, [Value(Placement(((),), Span(0, 1, 3)))], [None])
     assert isinstance(schedule.steps[-1], last)
 
 
@@ -193,7 +193,7 @@ def test_decide_makes_the_step_that_the_law_runs(primitive: str):
             nothing: list[Placement | None] = [None] * len(app.outs)
             propagation = Propagation(app.alone(), replicas)
             propagation.hints.update(zip(app.alone().outputs, fit.outs, strict=True))
-            schedule, _ = decide(propagation, fit.ins, nothing, [-1] * len(app.ins))
+            schedule, _ = decide(propagation, list(map(Value, fit.ins)), nothing)
             wanted = laws.step_of(app, rule, fit, replicas)
             steps = [s for s in schedule.steps if isinstance(s, Compute) and s.ins == wanted.ins]
             assert steps or rule.matrix

@@ -15,6 +15,8 @@ from wusharding.errors import UnsupportedOptimizerError as UnsupportedOptimizerE
 from wusharding.transforms.optimizer import ShardedOptimizer as ShardedOptimizer
 from wusharding.transforms.optimizer import ShardedState as ShardedState
 from wusharding.transforms.optimizer import shard_updates as shard_updates
+from wusharding.transforms.step import ShardedStep as ShardedStep
+from wusharding.transforms.step import shard_step as shard_step
 from wusharding.transforms.torus import torus_lines as torus_lines
 
 __version__ = "0.1.0"

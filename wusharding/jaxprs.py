@@ -7,7 +7,9 @@ Everything else works on `Program`, a flat list of `Op`s over integer value ids:
 * `cond`, `scan` and `while` keep their bodies, each a `Program` of its own;
 * an `optimization_barrier` over several values becomes one for each: they need not be split alike,
   and what they hold is the same;
-* literals and captured constants are values like any other, listed in `Program.consts`.
+* literals and captured constants are values like any other, listed in `Program.consts`;
+* a `shard_map` (`pmap` is one too) is inlined between operations `enter_manual` and `leave_manual`,
+  which mark where values change from global arrays to what one device holds.
 """
 
 from __future__ import annotations
@@ -118,6 +120,38 @@ _CONTROL: Mapping[str, tuple[str, ...]] = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """A primitive that hands its operand on: what it says matters to the analysis only."""
+
+    name: str
+    multiple_results: bool = False
+
+    def bind(self, x: Any, **params: Any) -> Any:
+        return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """A primitive that multiplies by a number in the operand's dtype."""
+
+    factor: int
+    name: str = "times"
+    multiple_results: bool = False
+
+    def bind(self, x: Any, **params: Any) -> Any:
+        return x * jnp.asarray(self.factor, x.dtype)
+
+
+CROSSINGS = ("enter_manual", "leave_manual")
+
+# What only tells JAX how a value lies on a mesh: inside one `shard_map` it has nothing to do.
+_ANNOTATIONS = frozenset(
+    {"pvary", "pcast", "reshard", "mesh_cast", "sharding_constraint", "layout_constraint"}
+)
+_SHARDING_PARAMS = ("out_sharding", "sharding")
+
+
 def trace(fun: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
     """Traces `fun` at global shapes, outside of any mesh.
 
@@ -140,6 +174,26 @@ def no_mesh() -> Iterator[None]:
     """Hides the ambient mesh, so that traced values carry no sharding."""
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         yield
+
+
+def trace_step(fun: Callable[..., Any], *args: Any) -> tuple[Program, Any, tuple[bool, ...]]:
+    """Traces a train step as its caller would run it, types and mesh included.
+
+    Args:
+      fun: a function of pytrees of arrays.
+      *args: pytrees of anything with `shape` and `dtype`; shardings are kept.
+
+    Returns:
+      The program, the output as a pytree of `jax.ShapeDtypeStruct`, and for each input whether the
+      step, being jitted already, donates it.
+    """
+    closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*args)
+    donated = [False] * len(closed.jaxpr.invars)
+    eqns = closed.jaxpr.eqns
+    if len(eqns) == 1 and "donated_invars" in eqns[0].params:
+        given = dict(zip(map(id, eqns[0].invars), eqns[0].params["donated_invars"], strict=True))
+        donated = [given.get(id(v), False) for v in closed.jaxpr.invars]
+    return from_jaxpr(closed), out_shape, tuple(donated)
 
 
 def from_jaxpr(closed: jex.ClosedJaxpr) -> Program:
@@ -196,7 +250,13 @@ class _Builder:
             ins = tuple(self.atom(a, env) for a in eqn.invars)
             sub = _INLINED.get(eqn.primitive.name)
             if sub is not None and sub in eqn.params:
+                if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
+                    ins = self._kept_apart(ins, sources)
                 outs = self._call(eqn.params[sub], ins, sources)
+                env.update(zip(eqn.outvars, outs, strict=True))
+                continue
+            if eqn.primitive.name == "shard_map":
+                outs = self._manual(eqn, ins, sources)
                 env.update(zip(eqn.outvars, outs, strict=True))
                 continue
             outs = tuple(self.new(v.aval, env, v) for v in eqn.outvars)
@@ -205,8 +265,33 @@ class _Builder:
                     self.ops.append(Op(eqn.primitive, eqn.params, (i,), (o,), (), sources))
                 continue
             subs = _bodies(eqn)
-            self.ops.append(Op(eqn.primitive, eqn.params, ins, outs, subs, sources))
+            params = _without_shardings(eqn.params)
+            self.ops.append(Op(_unmeshed(eqn.primitive), params, ins, outs, subs, sources))
         return tuple(self.atom(a, env) for a in jaxpr.outvars)
+
+    def _kept_apart(self, ins: tuple[int, ...], sources: tuple[Any, ...]) -> tuple[int, ...]:
+        """What `jax.checkpoint` computes again must not be merged with the first time."""
+        outs = tuple(self.new(self.avals[v]) for v in ins)
+        for i, o in zip(ins, outs, strict=True):
+            self.ops.append(Op(lax.optimization_barrier_p, {}, (i,), (o,), (), sources))
+        return outs
+
+    def _manual(self, eqn: Any, ins: tuple[int, ...], sources: tuple[Any, ...]) -> tuple[int, ...]:
+        """The body of a `shard_map` between marks of what enters and leaves it."""
+        body, params = eqn.params["jaxpr"], eqn.params
+        axes = frozenset(map(str, params["newly_manual_axes"]))
+
+        def cross(name: str, v: int, aval: Any, spec: Any) -> int:
+            out = self.new(aval)
+            marks = {"spec": spec, "axes": axes, "checked": params["check_vma"]}
+            self.ops.append(Op(Identity(name), marks, (v,), (out,), (), sources))
+            return out
+
+        inner = zip(ins, body.invars, params["in_specs"], strict=True)
+        local = tuple(cross("enter_manual", v, var.aval, spec) for v, var, spec in inner)
+        outs = self._call(body, local, sources)
+        outer = zip(outs, eqn.outvars, params["out_specs"], strict=True)
+        return tuple(cross("leave_manual", v, var.aval, spec) for v, var, spec in outer)
 
     def _call(self, jaxpr: Any, ins: tuple[int, ...], callers: tuple[Any, ...]) -> tuple[int, ...]:
         env: dict[Any, int] = {}
@@ -216,6 +301,17 @@ class _Builder:
                 env[var] = self.const(value, var.aval)
         env.update(zip(jaxpr.invars, ins, strict=True))
         return self.inline(jaxpr, env, callers)
+
+
+def _unmeshed(primitive: Any) -> Any:
+    return Identity(primitive.name) if primitive.name in _ANNOTATIONS else primitive
+
+
+def _without_shardings(params: dict[str, Any]) -> dict[str, Any]:
+    """Parameters of an operation that is evaluated on one device's piece: they name no mesh."""
+    if all(params.get(name) is None for name in _SHARDING_PARAMS):
+        return params
+    return params | {name: None for name in _SHARDING_PARAMS if name in params}
 
 
 def _bodies(eqn: Any) -> tuple[Program, ...]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from wusharding.analysis.choose import FormatChoice, Target, candidates
-from wusharding.analysis.decide import decide, flat_placement
+from wusharding.analysis.decide import Value, decide, flat_placement
 from wusharding.analysis.placement import Placement, Replicas, Tiles, replicated
-from wusharding.analysis.propagate import Propagation
+from wusharding.analysis.propagate import Hints, Propagation
 from wusharding.analysis.schedule import OwnedStage, Problem, Schedule, steps_of
 from wusharding.jaxprs import Aval, Program
 
@@ -22,42 +23,90 @@ _GATHER_PENALTY = 50.0  # passes over the leaf that gathering it and working on 
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """A traced `update`: inputs are gradients, state, weights and extra arguments, in that order.
+    """A program that updates weights, and which of its values are what.
 
-    Outputs are the updates (or new weights), then the new state. `grads_of[i]` is the parameter
-    that gradient `i` is the gradient of.
+    Args:
+      program: the traced program.
+      grads: inputs that are gradients; none where the program makes them itself.
+      grads_of: for each of these the parameter that it is the gradient of.
+      params: inputs that are weights; none where an update does not read them.
+      new_params: outputs that are new weights, or updates to them.
+      state: inputs that are auxiliary state.
+      new_state: outputs that are the new auxiliary state.
+      per_example_axes: mesh axes over which gradients carry examples.
     """
 
     program: Program
+    grads: tuple[int, ...]
     grads_of: tuple[int, ...]
-    num_params: int
-    num_state: int
-    has_params: bool
+    params: tuple[int, ...]
+    new_params: tuple[int, ...]
+    state: tuple[int, ...]
+    new_state: tuple[int, ...]
     per_example_axes: tuple[str, ...] = ()
 
-    @property
-    def grads(self) -> tuple[int, ...]:
-        return self.program.inputs[: len(self.grads_of)]
+    @classmethod
+    def of_optimizer(
+        cls,
+        program: Program,
+        grads_of: tuple[int, ...],
+        num_params: int,
+        num_state: int,
+        *,
+        has_params: bool,
+        per_example_axes: tuple[str, ...],
+    ) -> Update:
+        """An optimizer's own update: inputs are gradients, state, weights, extra arguments."""
+        ends = len(grads_of), len(grads_of) + num_state
+        return cls(
+            program,
+            program.inputs[: ends[0]],
+            grads_of,
+            program.inputs[ends[1] : ends[1] + num_params] if has_params else (),
+            program.outputs[:num_params],
+            program.inputs[ends[0] : ends[1]],
+            program.outputs[num_params:],
+            per_example_axes,
+        )
+
+    splits_orphans = True
 
     @property
-    def state(self) -> tuple[int, ...]:
-        start = len(self.grads_of)
-        return self.program.inputs[start : start + self.num_state]
+    def has_params(self) -> bool:
+        return bool(self.params)
 
-    @property
-    def params(self) -> tuple[int, ...]:
-        start = len(self.grads_of) + self.num_state
-        return self.program.inputs[start : start + self.num_params] if self.has_params else ()
+    def shared(self, replicas: Replicas) -> Propagation:
+        return Propagation(self.program, replicas)
 
-    @property
-    def new_params(self) -> tuple[int, ...]:
-        return self.program.outputs[: self.num_params]
+    def propagate(
+        self, shared: Propagation, params: Sequence[Placement], state: Mapping[int, Placement]
+    ) -> Propagation:
+        ties = zip(self.state, self.new_state, strict=True)
+        propagation = shared.fresh([*ties, *zip(self.params, self.new_params, strict=False)])
+        hints = propagation.hints
+        for v, i in zip(self.grads, self.grads_of, strict=True):
+            if not params[i].is_replicated:
+                hints[v] = self._grad_placement(params[i])
+        hint_weights(hints, self.program, self.params, self.new_params, params)
+        for i, p in state.items():
+            if not p.is_replicated:
+                hints[self.state[i]] = p
+        propagation.run()
+        return propagation
 
-    @property
-    def new_state(self) -> tuple[int, ...]:
-        return self.program.outputs[self.num_params :]
+    def schedule(
+        self, propagation: Propagation, params: Sequence[Placement], state: Sequence[Placement]
+    ) -> tuple[Schedule, list[Problem]]:
+        program = self.program
+        values = {v: Value(replicated(len(program.avals[v].shape))) for v in program.inputs}
+        for v, i in zip(self.grads, self.grads_of, strict=True):
+            values[v] = Value(self._grad_placement(params[i]), leaf=i)
+        values |= {v: Value(p) for v, p in zip(self.state, state, strict=True)}
+        for i, (v, p) in enumerate(zip(self.params, params, strict=False)):
+            values[v] = Value(p, leaf=i)
+        return decide(propagation, [values[v] for v in program.inputs], [*params, *state])
 
-    def grad_placement(self, param: Placement) -> Placement:
+    def _grad_placement(self, param: Placement) -> Placement:
         """The placement of a gradient: its weight's, or that of one gradient per example."""
         if not self.per_example_axes:
             return param
@@ -73,8 +122,47 @@ class Assignment:
     moved_bytes: Mapping[int, int]
 
 
+class Updating(Protocol):
+    """What `assign` asks of a program that updates weights; see `Update` and `StepUpdate`."""
+
+    @property
+    def program(self) -> Program: ...
+    @property
+    def state(self) -> tuple[int, ...]: ...
+    @property
+    def new_state(self) -> tuple[int, ...]: ...
+    @property
+    def splits_orphans(self) -> bool:
+        """Whether state that no weight's split reaches is split nevertheless."""
+        ...
+
+    def shared(self, replicas: Replicas) -> Propagation:
+        """What all propagations through the program have in common."""
+        ...
+
+    def propagate(
+        self, shared: Propagation, params: Sequence[Placement], state: Mapping[int, Placement]
+    ) -> Propagation:
+        """Hints for all values, from the placements of the weights and of some of the state."""
+        ...
+
+    def schedule(
+        self, propagation: Propagation, params: Sequence[Placement], state: Sequence[Placement]
+    ) -> tuple[Schedule, list[Problem]]:
+        """The steps of one device, given all placements."""
+        ...
+
+
+def decided(
+    update: Updating, replicas: Replicas, params: Sequence[Placement], state: Sequence[Placement]
+) -> tuple[Schedule, list[Problem]]:
+    """The steps of one device, and what could not run on pieces, for placements as assigned."""
+    shared = update.shared(replicas)
+    return update.schedule(update.propagate(shared, params, dict(enumerate(state))), params, state)
+
+
 def assign(
-    update: Update,
+    update: Updating,
     params: Sequence[Aval],
     tiles: Sequence[Tiles],
     replicas: Replicas,
@@ -102,7 +190,7 @@ def assign(
     trial = [0] * len(params)
     tried = [0] * len(params)
     best: list[tuple[float, int]] = [(float("inf"), 0)] * len(params)
-    propagation = Propagation(update.program, replicas)
+    propagation = update.shared(replicas)
     while True:
         chosen = [o[k][1] for o, k in zip(options, trial, strict=True)]
         result = _evaluate(update, propagation, chosen, min_shard_elems)
@@ -123,10 +211,10 @@ def assign(
 
 
 def _evaluate(
-    update: Update, shared: Propagation, params: Sequence[Placement], min_shard_elems: int
+    update: Updating, shared: Propagation, params: Sequence[Placement], min_shard_elems: int
 ) -> Assignment:
     """The state's placements that follow from the weights', and what moves for them."""
-    propagation = propagate(update, shared, params, {})
+    propagation = update.propagate(shared, params, {})
     state = []
     orphans = False
     for v, out in zip(update.state, update.new_state, strict=True):
@@ -134,13 +222,13 @@ def _evaluate(
         hint = propagation.hints.get(v)
         if hint is None and aval.shape == update.program.avals[out].shape:
             hint = propagation.hints.get(out)
-        worth = aval.size >= max(min_shard_elems, MIN_ORPHAN_ELEMS)
+        worth = update.splits_orphans and aval.size >= max(min_shard_elems, MIN_ORPHAN_ELEMS)
         if hint is None and worth and shared.replicas.num_shards > 1:
             hint, orphans = flat_placement(aval.shape, shared.replicas), True
         state.append(hint or replicated(len(aval.shape)))
     if orphans:
-        propagation = propagate(update, shared, params, dict(enumerate(state)))
-    steps, problems = schedule(update, propagation, params, state)
+        propagation = update.propagate(shared, params, dict(enumerate(state)))
+    steps, problems = update.schedule(propagation, params, state)
     return Assignment(tuple(params), tuple(state), _moved_bytes(steps, problems))
 
 
@@ -155,48 +243,18 @@ def _moved_bytes(steps: Schedule, problems: Sequence[Problem]) -> dict[int, int]
     return moved
 
 
-def propagate(
-    update: Update,
-    shared: Propagation,
-    params: Sequence[Placement],
-    state: dict[int, Placement],
-) -> Propagation:
-    """Hints for all values, from placements of the weights and of what is known of the state."""
-    ties = zip(update.state, update.new_state, strict=True)
-    propagation = shared.fresh([*ties, *zip(update.params, update.new_params, strict=False)])
-    hints = propagation.hints
-    for v, i in zip(update.grads, update.grads_of, strict=True):
-        if not params[i].is_replicated:
-            hints[v] = update.grad_placement(params[i])
-    for i, p in enumerate(params):
+def hint_weights(
+    hints: Hints,
+    program: Program,
+    old: Sequence[int],
+    new: Sequence[int],
+    placements: Sequence[Placement],
+) -> None:
+    """Says of weights, as they come and as they leave, how they are split."""
+    for i, p in enumerate(placements):
         if p.is_replicated:
             continue
-        if update.has_params:
-            hints[update.params[i]] = p
-        if update.new_params[i] not in update.program.consts:
-            hints.setdefault(update.new_params[i], p)
-    for i, p in state.items():
-        if not p.is_replicated:
-            hints[update.state[i]] = p
-    propagation.run()
-    return propagation
-
-
-def schedule(
-    update: Update,
-    propagation: Propagation,
-    params: Sequence[Placement],
-    state: Sequence[Placement],
-) -> tuple[Schedule, list[Problem]]:
-    """The steps of one device, given all placements."""
-    avals = update.program.avals
-    inputs = [update.grad_placement(params[i]) for i in update.grads_of]
-    inputs += state
-    owners = [*update.grads_of, *[-1] * update.num_state]
-    if update.has_params:
-        inputs += params
-        owners += range(update.num_params)
-    extra = update.program.inputs[len(inputs) :]
-    inputs += [replicated(len(avals[v].shape)) for v in extra]
-    owners += [-1] * len(extra)
-    return decide(propagation, inputs, [*params, *state], owners)
+        if old:
+            hints[old[i]] = p
+        if new[i] not in program.consts:
+            hints.setdefault(new[i], p)

@@ -39,7 +39,7 @@ from wusharding.analysis.schedule import (
     Schedule,
     Step,
 )
-from wusharding.jaxprs import Aval, Op, Program
+from wusharding.jaxprs import Aval, Identity, Op, Program
 
 _MAX_LINEAR_PARTIAL_ELEMS = 1024
 _LOOPS = ("scan", "while")
@@ -73,28 +73,24 @@ def flat_placement(shape: tuple[int, ...], replicas: Replicas) -> Placement:
 
 def decide(
     propagation: Propagation,
-    inputs: Sequence[Placement],
+    inputs: Sequence[Value],
     outputs: Sequence[Placement | None],
-    leaves: Sequence[int],
 ) -> tuple[Schedule, list[Problem]]:
     """Decides for a whole program.
 
     Args:
       propagation: hints, already run.
-      inputs: the placement of each input.
-      leaves: for each input the parameter that it belongs to, or -1; problems name it.
+      inputs: what is known of each input: its placement, and the parameter that it belongs to.
       outputs: the placement asked of each output; None takes it as it comes.
 
     Returns:
       The schedule and what could not run on pieces.
     """
-    decider = _Decider(propagation, outputs)
-    return decider.run(
-        [Value(p, leaf=i) for p, i in zip(inputs, leaves, strict=True)]
-    ), decider.problems
+    decider = Decider(propagation, outputs)
+    return decider.run(inputs), decider.problems
 
 
-class _Decider:
+class Decider:
     """Decides one program; bodies of control flow get deciders of their own."""
 
     def __init__(
@@ -118,6 +114,7 @@ class _Decider:
         self.moved: dict[tuple[int, Placement], int] = {}
         self.entered: dict[tuple[int, int], int] = {}
         self.problems: list[Problem] = []
+        self.deferred: set[int] = set()  # sums of any size that stay open
         self.avals: list[Aval] = list(self.program.avals)
         self.feeds_matrix = _feeds_matrix(self.program)
 
@@ -137,7 +134,7 @@ class _Decider:
         outputs = [
             self._output(v, want) for v, want in zip(program.outputs, self.wanted, strict=True)
         ]
-        return Schedule(program, self._ordered(), [v.placement for v in inputs], outputs)
+        return Schedule(program, self._ordered(), outputs)
 
     def _output(self, v: int, want: Placement | None) -> tuple[int, Placement]:
         v = self._settled(v)
@@ -364,7 +361,10 @@ class _Decider:
             for i in partial
         )
         others = [v for i, v in enumerate(values) if i not in partial]
-        small = all(self.avals[v].size <= _MAX_LINEAR_PARTIAL_ELEMS for v in (*op.ins, *op.outs))
+        free = isinstance(op.primitive, Identity) or self.deferred.issuperset(op.outs)
+        small = free or all(
+            self.avals[v].size <= _MAX_LINEAR_PARTIAL_ELEMS for v in (*op.ins, *op.outs)
+        )
         plain = all(v.placement.is_replicated and v.job < 0 for v in values)
         zero = op.name in ("add", "add_any") and all(
             self._is_zero(v) for i, v in enumerate(op.ins) if i not in partial
@@ -435,7 +435,7 @@ class _Decider:
         return self._move("reduce", v, after, value.partial, value.partial_axes)
 
     def _placed(self, v: int, want: Placement, why: str, op: Op | None = None) -> int:
-        """The value in placement `want`; gathers are recorded as problems."""
+        """The value in placement `want`; a gather is a problem, unless it has no `why`."""
         have = self.values[v].placement
         if have == want:
             return v
@@ -444,15 +444,16 @@ class _Decider:
         aval = self.avals[v]
         if self.in_loop and aval.size > 1:
             raise NeedsWhole
-        self.problems.append(
-            Problem(
-                self.values[v].leaf,
-                op.name if op else "output",
-                op.source if op else "",
-                aval.nbytes,
-                why,
+        if why:
+            self.problems.append(
+                Problem(
+                    self.values[v].leaf,
+                    op.name if op else "output",
+                    op.source if op else "",
+                    aval.nbytes,
+                    why,
+                )
             )
-        )
         if have.tiles == want.tiles:
             return self._regroup(v, want)
         whole = self._move("gather", v, replicated(len(aval.shape)))
@@ -595,14 +596,20 @@ class _Decider:
                 self._replicated(op, ins)
 
     def _enter(self, k: int, op: Op, ins: list[int]) -> None:
-        bodies = self.propagation.bodies[k]
         enter = {"cond": self._enter_cond, "scan": self._enter_scan, "while": self._enter_while}
-        enter[op.name](op, ins, bodies)
+        enter[op.name](k, op, ins)
 
     def _body(
-        self, body: Propagation, ins: Sequence[Value], outs: Sequence[Placement | None], loop: bool
+        self,
+        k: int,
+        i: int,
+        ins: Sequence[Value],
+        outs: Sequence[Placement | None],
+        *,
+        loop: bool,
     ) -> tuple[Schedule, list[Problem]]:
-        decider = _Decider(body, outs, in_loop=loop or self.in_loop)
+        """Decides body `i` of operation `k`."""
+        decider = Decider(self.propagation.bodies[k][i], outs, in_loop=loop or self.in_loop)
         inner = [Value(v.placement, leaf=v.leaf) for v in ins]
         return decider.run(inner), decider.problems
 
@@ -623,22 +630,23 @@ class _Decider:
         schedules = tuple(s for s, _ in bodies)
         self.steps.append(Control(op, tuple(ins), placements, op.outs, schedules))
 
-    def _enter_cond(self, op: Op, ins: list[int], bodies: Sequence[Propagation]) -> None:
+    def _enter_cond(self, k: int, op: Op, ins: list[int]) -> None:
         predicate = self._placed(ins[0], replicated(0), "a predicate must be whole", op)
         args = [self.values[v] for v in ins[1:]]
         nothing: list[Placement | None] = [None] * len(op.outs)
-        found = [self._body(body, args, nothing, False)[0] for body in bodies]
+        branches = range(len(op.subs))
+        found = [self._body(k, i, args, nothing, loop=False)[0] for i in branches]
         outs = []
         for i, out in enumerate(op.outs):
             options = [s.outputs[i][1] for s in found]
             hint = self.hints.get(out)
             split = [p for p in options if not p.is_replicated]
             outs.append(hint if hint in options else (split or options)[0])
-        final = [self._body(body, args, outs, False) for body in bodies]
+        final = [self._body(k, i, args, outs, loop=False) for i in branches]
         self._finish_control(op, [predicate, *ins[1:]], outs, final)
 
-    def _enter_scan(self, op: Op, ins: list[int], bodies: Sequence[Propagation]) -> None:
-        (body,) = bodies
+    def _enter_scan(self, k: int, op: Op, ins: list[int]) -> None:
+        (body,) = self.propagation.bodies[k]
         n_const, n_carry = op.params["num_consts"], op.params["num_carry"]
         ins = [v if i < n_const + n_carry else self._unstacked(v, op) for i, v in enumerate(ins)]
         carry = self._carry(
@@ -651,7 +659,7 @@ class _Decider:
             assert placement is not None, "scanned operands are unstacked"
             inner.append(Value(placement))
         ys: list[Placement | None] = [None] * (len(op.outs) - n_carry)
-        schedule, problems = self._body(body, inner, [*carry, *ys], True)
+        schedule, problems = self._body(k, 0, inner, [*carry, *ys], loop=True)
         outs = [*carry, *(p.with_leading_dim() for _, p in schedule.outputs[n_carry:])]
         start = [
             self._placed(v, p, "it goes round a loop", op)
@@ -660,15 +668,16 @@ class _Decider:
         moved = [*ins[:n_const], *start, *ins[n_const + n_carry :]]
         self._finish_control(op, moved, outs, [(schedule, problems)])
 
-    def _enter_while(self, op: Op, ins: list[int], bodies: Sequence[Propagation]) -> None:
-        cond, body = bodies
+    def _enter_while(self, k: int, op: Op, ins: list[int]) -> None:
+        body = self.propagation.bodies[k][1]
         c, b = op.params["cond_nconsts"], op.params["body_nconsts"]
         carry = self._carry(body.program.inputs[b:], body, ins[c + b :])
         looped = [Value(p) for p in carry]
         test = self._body(
-            cond, [*(self.values[v] for v in ins[:c]), *looped], [replicated(0)], True
+            k, 0, [*(self.values[v] for v in ins[:c]), *looped], [replicated(0)], loop=True
         )
-        turn = self._body(body, [*(self.values[v] for v in ins[c : c + b]), *looped], carry, True)
+        fixed = [self.values[v] for v in ins[c : c + b]]
+        turn = self._body(k, 1, [*fixed, *looped], carry, loop=True)
         start = [
             self._placed(v, p, "it goes round a loop", op)
             for v, p in zip(ins[c + b :], carry, strict=True)

@@ -7,6 +7,8 @@ import functools
 import math
 from collections.abc import Collection
 
+from jax.sharding import PartitionSpec
+
 from wusharding.analysis.lines import Lines, Phase, shard_numbers
 from wusharding.formats import Format
 
@@ -165,3 +167,11 @@ def span_format(tile: tuple[int, ...], span: Span, num_shards: int) -> Format:
 def replicated(ndim: int) -> Placement:
     """The placement of a value that every device holds whole."""
     return Placement(((),) * ndim)
+
+
+def spec_tiles(spec: PartitionSpec, ndim: int) -> Tiles:
+    """The mesh axes that a spec gives to each dim."""
+    entries = (*spec, *[None] * (ndim - len(spec)))
+    return tuple(
+        () if e is None else (e,) if isinstance(e, str) else tuple(map(str, e)) for e in entries
+    )

@@ -12,21 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from wusharding.analysis.fit import ABSENT, span_for, split_of
-from wusharding.analysis.placement import Placement, Replicas, Span
+from wusharding.analysis.flow import body_ties, control_links
+from wusharding.analysis.placement import Placement, Replicas, Span, spec_tiles
 from wusharding.analysis.rules import RULES, Factors
-from wusharding.jaxprs import Op, Program
+from wusharding.analysis.rules.base import factors_of
+from wusharding.analysis.update import Region
+from wusharding.jaxprs import CROSSINGS, Op, Program
 
 Hints = dict[int, Placement]
 _MAX_SWEEPS = 6
-
-
-def factors_of(program: Program, op: Op) -> Factors | None:
-    """The labels of `op`, or None where its primitive has no rule."""
-    rule = RULES.get(op.name)
-    if rule is None:
-        return None
-    avals = program.avals
-    return rule.factors(op, [avals[i] for i in op.ins], [avals[i] for i in op.outs])
 
 
 def is_uniform(program: Program, op: Op) -> bool:
@@ -59,31 +53,39 @@ class Propagation:
       program: what to propagate through.
       replicas: the mesh.
       ties: pairs of values that must be stored alike (a state leaf going in and coming out).
+      region: of a whole train step, what is its update: hints stay inside of that.
     """
 
     def __init__(
-        self, program: Program, replicas: Replicas, ties: Iterable[tuple[int, int]] = ()
+        self,
+        program: Program,
+        replicas: Replicas,
+        ties: Iterable[tuple[int, int]] = (),
+        region: Region | None = None,
     ) -> None:
         self.program = program
         self.replicas = replicas
         self.ties = tuple(ties)
+        self.closed = region.forward - region.bodies.keys() if region else frozenset()
         self.hints: Hints = {}
         self.uniform = [is_uniform(program, op) for op in program.ops]
         self.factors = Labels(program)
         self.bodies: dict[int, tuple[Propagation, ...]] = {}
         for k, op in enumerate(program.ops):
-            if op.subs:
-                body_ties = _body_ties(op)
+            if op.subs and k not in self.closed:
+                regions = region.bodies.get(k) if region else None
                 self.bodies[k] = tuple(
-                    Propagation(sub, replicas, ties)
-                    for sub, ties in zip(op.subs, body_ties, strict=True)
+                    Propagation(sub, replicas, ties, inside)
+                    for sub, ties, inside in zip(
+                        op.subs, body_ties(op), regions or [None] * len(op.subs), strict=True
+                    )
                 )
 
     def fresh(self, ties: Iterable[tuple[int, int]] = ()) -> Propagation:
         """The same program with no hints; the labels of its operations are shared."""
         other = object.__new__(Propagation)
         other.program, other.replicas = self.program, self.replicas
-        other.uniform, other.factors = self.uniform, self.factors
+        other.uniform, other.factors, other.closed = self.uniform, self.factors, self.closed
         other.ties = tuple(ties) or self.ties
         other.hints = {}
         other.bodies = {k: tuple(b.fresh() for b in bs) for k, bs in self.bodies.items()}
@@ -91,7 +93,7 @@ class Propagation:
 
     def run(self) -> Hints:
         """Sweeps forward and back until stable."""
-        ops = list(enumerate(self.program.ops))
+        ops = [(k, op) for k, op in enumerate(self.program.ops) if k not in self.closed]
         for sweep in range(_MAX_SWEEPS):
             changed = self._tie()
             for k, op in ops if sweep % 2 == 0 else reversed(ops):
@@ -121,7 +123,26 @@ class Propagation:
                 return True
         return False
 
+    def _visit_crossing(self, op: Op) -> bool:
+        """Where a value enters or leaves manual mode, what its tiles leave is split alike."""
+        (a,), (b,) = op.ins, op.outs
+        outer, inner = (a, b) if op.name == "enter_manual" else (b, a)
+        ndim = len(self.program.avals[outer].shape)
+        tiles = spec_tiles(op.params["spec"], ndim)
+        if any(axis in self.replicas.reduce_axes for axes in tiles for axis in axes):
+            return False
+        hints = self.hints
+        if outer in hints and inner not in hints and hints[outer].tiles == tiles:
+            hints[inner] = Placement(((),) * ndim, hints[outer].span)
+        elif inner in hints and outer not in hints:
+            hints[outer] = Placement(tiles, hints[inner].span)
+        else:
+            return False
+        return True
+
     def _visit(self, k: int, op: Op) -> bool:
+        if op.name in CROSSINGS:
+            return self._visit_crossing(op)
         hints = self.hints
         values = (*op.ins, *op.outs)
         known = [v for v in values if v in hints]
@@ -192,46 +213,3 @@ def _shifted(placement: Placement, shift: int) -> Placement | None:
     if shift == 0:
         return placement
     return placement.with_leading_dim() if shift > 0 else placement.without_leading_dim()
-
-
-def control_links(op: Op) -> list[list[tuple[int, int, int]]]:
-    """For each body of a control-flow operation: (outer value, inner value, dim shift)."""
-    if op.name == "cond":
-        return [
-            [(a, b, 0) for a, b in zip(op.ins[1:], sub.inputs, strict=True)]
-            + [(a, b, 0) for a, b in zip(op.outs, sub.outputs, strict=True)]
-            for sub in op.subs
-        ]
-    if op.name == "scan":
-        (body,) = op.subs
-        fixed = op.params["num_consts"] + op.params["num_carry"]
-        carry = op.params["num_carry"]
-        ins = [
-            (a, b, -(i >= fixed)) for i, (a, b) in enumerate(zip(op.ins, body.inputs, strict=True))
-        ]
-        outs = [
-            (a, b, -(i >= carry))
-            for i, (a, b) in enumerate(zip(op.outs, body.outputs, strict=True))
-        ]
-        return [ins + outs]
-    cond, body = op.subs
-    c, b = op.params["cond_nconsts"], op.params["body_nconsts"]
-    carry = op.ins[c + b :]
-    return [
-        [(x, y, 0) for x, y in zip((*op.ins[:c], *carry), cond.inputs, strict=True)],
-        [(x, y, 0) for x, y in zip((*op.ins[c : c + b], *carry), body.inputs, strict=True)]
-        + [(x, y, 0) for x, y in zip(op.outs, body.outputs, strict=True)],
-    ]
-
-
-def _body_ties(op: Op) -> list[list[tuple[int, int]]]:
-    """Values of a body that go round its loop."""
-    if op.name == "scan":
-        (body,) = op.subs
-        start, n = op.params["num_consts"], op.params["num_carry"]
-        return [list(zip(body.inputs[start : start + n], body.outputs[:n], strict=True))]
-    if op.name == "while":
-        body = op.subs[1]
-        start = op.params["body_nconsts"]
-        return [[], list(zip(body.inputs[start:], body.outputs, strict=True))]
-    return [[] for _ in op.subs]

@@ -162,13 +162,11 @@ class Schedule:
     Args:
       program: the program that it carries out.
       steps: in the order in which they run.
-      inputs: the placement in which each input is expected.
       outputs: for each output, the id that holds it and its placement.
     """
 
     program: Program
     steps: list[Step]
-    inputs: list[Placement]
     outputs: list[tuple[int, Placement]]
 
 

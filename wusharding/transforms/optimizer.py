@@ -29,6 +29,7 @@ from wusharding.transforms.context import (
     spec_of,
     tiles_of_spec,
 )
+from wusharding.transforms.mapped import mapped
 from wusharding.transforms.programs import (
     Options,
     ParamInfo,
@@ -315,11 +316,11 @@ class _Core:
         if context.manual and not context.open_axes:
             return body(*args)
         if any(is_tracer(x) for group in args for x in group):
-            return _mapped(context, body, in_specs, out_specs)(*args)
+            return mapped(context, body, in_specs, out_specs)(*args)
         args = checks.place(args, in_specs, names, checks.concrete_mesh(context.mesh))
         key = (name, context)
         if name is None or key not in self._eager:
-            fun = jax.jit(_mapped(context, body, in_specs, out_specs))
+            fun = jax.jit(mapped(context, body, in_specs, out_specs))
             if name is None:
                 return fun(*args)
             self._eager[key] = fun
@@ -490,7 +491,7 @@ class _Core:
         (whole,) = self._call(
             context,
             ("unshard", layout.replicas, tuple(map(_unnamed, leaves))),
-            lambda xs: (self.here(layout, context).unshard(leaves, xs),),
+            lambda xs: (self.here(layout, context).storage.unshard(leaves, xs),),
             [stored],
             [("state", leaves)],
             [[leaf.spec(layout.replicas) for leaf in leaves]],
@@ -521,7 +522,7 @@ class _Core:
         (stored,) = self._call(
             context,
             ("shard", layout.replicas, tuple(map(_unnamed, leaves))),
-            lambda xs: (self.here(layout, context).shard(leaves, xs),),
+            lambda xs: (self.here(layout, context).storage.shard(leaves, xs),),
             [whole],
             [(name, leaves)],
             [[leaf.logical_spec() for leaf in leaves]],
@@ -640,38 +641,6 @@ class _Core:
         context = self.context()
         layout, _ = self.layout(params, context)
         return self.programs.plan(layout, self.target(), reduced=self.options.reduce is None)
-
-
-def _mapped(
-    context: Context,
-    body: Callable[..., Any],
-    in_specs: Sequence[Sequence[PartitionSpec]],
-    out_specs: Sequence[Sequence[PartitionSpec]],
-) -> Callable[..., Any]:
-    """`body` in a `shard_map` that makes every axis of the mesh manual."""
-    if context.manual:
-        in_specs, out_specs = (
-            [[restricted(s, context.open_axes) for s in group] for group in groups]
-            for groups in (in_specs, out_specs)
-        )
-    mapped = jax.shard_map(
-        body,
-        mesh=context.mesh,
-        in_specs=tuple(list(g) for g in in_specs),
-        out_specs=tuple(list(g) for g in out_specs),
-        check_vma=context.checked,
-        axis_names=set(context.open_axes),
-    )
-
-    def call(*args: Any) -> Any:
-        if context.explicit:
-            args = tuple(
-                [checks.resharded(x, s, context) for x, s in zip(group, specs, strict=True)]
-                for group, specs in zip(args, in_specs, strict=True)
-            )
-        return mapped(*(list(g) for g in args))
-
-    return call
 
 
 def _unnamed(leaf: Leaf) -> Leaf:

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wusharding.analysis.assign import MIN_ORPHAN_ELEMS, Update, assign, propagate, schedule
+from wusharding.analysis.assign import MIN_ORPHAN_ELEMS, Update, assign, decided
 from wusharding.analysis.choose import FormatChoice, Target, bucket_sizes, lanes_of
-from wusharding.analysis.decide import decide
+from wusharding.analysis.decide import Value, decide
 from wusharding.analysis.layout import Layout, Leaf
 from wusharding.analysis.lines import Lines
 from wusharding.analysis.placement import Placement, Replicas, Tiles, replicated
@@ -104,9 +104,7 @@ class Programs:
     def _decided(self, layout: Layout, update: Update) -> tuple[Schedule, list[Problem]]:
         params = [leaf.placement for leaf in layout.params]
         state = [leaf.placement for leaf in layout.state]
-        shared = Propagation(update.program, layout.replicas)
-        propagation = propagate(update, shared, params, dict(enumerate(state)))
-        return schedule(update, propagation, params, state)
+        return decided(update, layout.replicas, params, state)
 
     def _build_layout(self, params: ParamInfo, replicas: Replicas, target: Target) -> Layout:
         """The layout of weights and state, in the form that the state keeps from step to step."""
@@ -250,7 +248,8 @@ class Programs:
                 if not p.is_replicated and v not in program.consts:
                     propagation.hints.setdefault(v, p)
             propagation.run()
-            self._inits[layout], _ = decide(propagation, params, state, range(len(params)))
+            values = [Value(p, leaf=i) for i, p in enumerate(params)]
+            self._inits[layout], _ = decide(propagation, values, state)
         return self._inits[layout]
 
     # -------------------------------------------------------------------------------------- update
@@ -334,7 +333,14 @@ class Programs:
         given = _structs(params) if with_params else None
         program, (_, after) = trace(run, _structs(grads), _structs(state), given, arrays)
         axes = layout.replicas.reduce_axes if self.options.per_example else ()
-        update = Update(prune(program), layout.grads_of, len(params), len(state), with_params, axes)
+        update = Update.of_optimizer(
+            prune(program),
+            layout.grads_of,
+            len(params),
+            len(state),
+            has_params=with_params,
+            per_example_axes=axes,
+        )
         return update, after
 
     def _check_updates(self, layout: Layout, updates: Any) -> list[Any]:

@@ -10,19 +10,19 @@ import jax
 import jax.numpy as jnp
 
 from wusharding.analysis.choose import Target, bucket_sizes
-from wusharding.analysis.layout import Layout, Leaf
+from wusharding.analysis.layout import Layout
 from wusharding.analysis.schedule import Schedule
-from wusharding.formats import Format
 from wusharding.transforms.collectives import Collectives
 from wusharding.transforms.interpret import Interpreter
 from wusharding.transforms.programs import Options, Step
+from wusharding.transforms.storage import Storage
 
 Arrival = Literal["local", "unreduced", "reduced"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Runner:
-    """Runs `init`, `update`, `shard` and `unshard` where the mesh axes are bound.
+    """Runs `init` and `update` where the mesh axes are bound.
 
     Stored arrays are this device's pieces; weights and gradients are whole (or, with model
     parallelism, this device's tile of them).
@@ -30,7 +30,7 @@ class Runner:
 
     layout: Layout
     options: Options
-    collectives: Collectives
+    storage: Storage
     interpreter: Interpreter
 
     @classmethod
@@ -38,34 +38,11 @@ class Runner:
         """The runner of the device that this runs on."""
         buckets = bucket_sizes(options.bucket_bytes, target)
         collectives = Collectives.here(layout.replicas, buckets)
-        return cls(layout, options, collectives, Interpreter(collectives, checked))
+        return cls(layout, options, Storage(collectives), Interpreter(collectives, checked))
 
-    # ------------------------------------------------------------------------- stored <-> computing
-
-    def _format(self, leaf: Leaf) -> Format | None:
-        return leaf.format(self.layout.replicas)
-
-    def _load(self, leaf: Leaf, stored: jax.Array) -> jax.Array:
-        fmt = self._format(leaf)
-        return stored if fmt is None else fmt.to_local(stored)
-
-    def _store(self, leaf: Leaf, local: Any) -> jax.Array:
-        fmt = self._format(leaf)
-        x = jnp.asarray(local)
-        return x if fmt is None else fmt.to_stored(x)
-
-    def _take(self, leaf: Leaf, x: jax.Array) -> jax.Array:
-        """This device's piece of a whole array (or of its tile), in computing shape."""
-        return self.collectives.take_shard(x, leaf.placement.without_span(), leaf.placement)
-
-    def _gathered(self, leaves: Sequence[Leaf], shards: Sequence[jax.Array]) -> list[jax.Array]:
-        """Whole arrays from pieces in computing shape."""
-        formats = {i: f for i, leaf in enumerate(leaves) if (f := self._format(leaf)) is not None}
-        done = self.collectives.all_gather([shards[i] for i in formats], list(formats.values()))
-        out = list(shards)
-        for i, x in zip(formats, done, strict=True):
-            out[i] = x
-        return out
+    @property
+    def collectives(self) -> Collectives:
+        return self.storage.collectives
 
     # ----------------------------------------------------------------------------------- the steps
 
@@ -74,14 +51,14 @@ class Runner:
         local = []
         masters = []
         for leaf, dtype, p in zip(self.layout.params, self.layout.masters, params, strict=True):
-            shard = self._take(leaf, p)
+            shard = self.storage.take(leaf, p)
             if dtype is not None:
                 shard = shard.astype(dtype)
-                masters.append(self._store(leaf, shard))
+                masters.append(self.storage.store(leaf, shard))
             local.append(shard)
         outs = self.interpreter.run(schedule, local)
         return [
-            self._store(leaf, x) for leaf, x in zip(self.layout.state, outs, strict=True)
+            self.storage.store(leaf, x) for leaf, x in zip(self.layout.state, outs, strict=True)
         ], masters
 
     def update(
@@ -115,23 +92,25 @@ class Runner:
         mine = self._arrived(grads, arrivals)
         stored = iter(masters)
         held = [
-            self._load(leaf, next(stored)) if m is not None else None
+            self.storage.load(leaf, next(stored)) if m is not None else None
             for leaf, m in zip(layout.params, layout.masters, strict=True)
         ]
         local: list[Any] = [*mine]
-        local += [self._load(leaf, s) for leaf, s in zip(layout.state, state, strict=True)]
+        local += [self.storage.load(leaf, s) for leaf, s in zip(layout.state, state, strict=True)]
         if step.update.has_params:
             assert params is not None
             local += [
-                h if h is not None else self._take(leaf, p)
+                h if h is not None else self.storage.take(leaf, p)
                 for leaf, h, p in zip(layout.params, held, params, strict=True)
             ]
         outs = self.interpreter.run(step.schedule, [*local, *extra])
         n = len(layout.params)
         new = [jnp.asarray(x) for x in outs[:n]]
-        new_state = [self._store(leaf, x) for leaf, x in zip(layout.state, outs[n:], strict=True)]
+        new_state = [
+            self.storage.store(leaf, x) for leaf, x in zip(layout.state, outs[n:], strict=True)
+        ]
         new_masters = [
-            self._store(leaf, x)
+            self.storage.store(leaf, x)
             for leaf, m, x in zip(layout.params, layout.masters, new, strict=True)
             if m is not None
         ]
@@ -146,13 +125,13 @@ class Runner:
         scatter, reduce = list[int](), list[int]()
         for i, (leaf, arrival) in enumerate(zip(layout.grads, arrivals, strict=True)):
             if arrival == "reduced":
-                out[i] = self._take(leaf, grads[i])
+                out[i] = self.storage.take(leaf, grads[i])
             elif leaf.placement.span is None:
                 reduce.append(i)
             else:
                 scatter.append(i)
         rest = tuple(a for a in options.reduce_axes if a not in options.shard_axes)
-        formats = [f for i in scatter if (f := self._format(layout.grads[i])) is not None]
+        formats = [f for i in scatter if (f := layout.grads[i].format(layout.replicas)) is not None]
         shards = self.collectives.reduce_scatter([grads[i] for i in scatter], formats)
         if rest:
             shards = self.collectives.all_reduce(shards, "sum", rest)
@@ -180,7 +159,7 @@ class Runner:
             else d
             for d in kept
         ]
-        whole = self._gathered(
+        whole = self.storage.gathered(
             layout.params, [x.astype(d) for x, d in zip(new, travel, strict=True)]
         )
         whole = [x.astype(d) for x, d in zip(whole, kept, strict=True)]
@@ -190,18 +169,4 @@ class Runner:
         return [
             w.astype(m) - p.astype(m) if m is not None else w
             for w, p, m in zip(whole, params, layout.masters, strict=True)
-        ]
-
-    # -------------------------------------------------------------------------------- conversions
-
-    def unshard(self, leaves: Sequence[Leaf], stored: Sequence[jax.Array]) -> list[jax.Array]:
-        """Whole arrays from stored pieces."""
-        local = [self._load(leaf, s) for leaf, s in zip(leaves, stored, strict=True)]
-        return self._gathered(leaves, local)
-
-    def shard(self, leaves: Sequence[Leaf], whole: Sequence[jax.Array]) -> list[jax.Array]:
-        """Stored pieces of whole arrays."""
-        return [
-            self._store(leaf, self._take(leaf, jnp.asarray(x)).astype(leaf.dtype))
-            for leaf, x in zip(leaves, whole, strict=True)
         ]

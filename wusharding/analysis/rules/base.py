@@ -20,7 +20,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from wusharding.jaxprs import Aval, Op
+from wusharding.jaxprs import Aval, Op, Program
 
 DimFactors = tuple[tuple[int, ...], ...]
 Reduction = Literal["sum", "prod", "max", "min", "and", "or", "xor"]
@@ -103,3 +103,12 @@ def same_dims(ndim: int) -> DimFactors:
 def sizes_of(aval: Aval) -> dict[int, int]:
     """Sizes of the factors that `same_dims` names."""
     return dict(enumerate(aval.shape))
+
+
+def factors_of(program: Program, op: Op) -> Factors | None:
+    """The labels of `op`, or None where its primitive has no rule."""
+    rule = RULES.get(op.name)
+    if rule is None:
+        return None
+    avals = program.avals
+    return rule.factors(op, [avals[i] for i in op.ins], [avals[i] for i in op.outs])

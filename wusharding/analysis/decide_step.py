@@ -1,0 +1,472 @@
+"""Decides a whole train step: the forward and backward pass as they are, the update on shards.
+
+The update is decided as that of an optimizer is (`decide`). Around it, what replicas do on data of
+their own runs as it is written, on whole weights; the sum that makes a gradient stays open until
+the update asks for it, which is where it becomes a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from wusharding.analysis.decide import Decider, Value
+from wusharding.analysis.fit import tiles_of
+from wusharding.analysis.placement import Placement, replicated, spec_tiles
+from wusharding.analysis.propagate import Propagation
+from wusharding.analysis.replication import (
+    MAXIMA,
+    SUMS,
+    Facts,
+    collective_axes,
+    is_collective,
+)
+from wusharding.analysis.rules import RULES
+from wusharding.analysis.rules.base import Reduction
+from wusharding.analysis.schedule import Compute, Problem, Schedule
+from wusharding.analysis.update import Region
+from wusharding.jaxprs import CROSSINGS, Identity, Op, Program, Times
+
+_ADDS = ("add", "add_any")
+
+
+def decide_step(
+    propagation: Propagation,
+    facts: Facts,
+    region: Region,
+    inputs: Sequence[Value],
+    outputs: Sequence[Placement | None],
+    kept: Sequence[tuple[int, int]],
+) -> tuple[Schedule, list[Problem]]:
+    """Decides for a whole step.
+
+    Args:
+      propagation: hints, already run.
+      facts: what differs between replicas.
+      region: which operations are the update.
+      inputs: the placement of each input.
+      outputs: the placement asked of each output; None delivers it whole, in the tiles it has.
+      kept: positions of inputs and of the outputs that take their place.
+
+    Returns:
+      The schedule and what could not run on pieces.
+    """
+    decider = _StepDecider(propagation, facts, region, outputs, kept, deliver=True)
+    return decider.run(inputs), decider.problems
+
+
+class _StepDecider(Decider):
+    def __init__(
+        self,
+        propagation: Propagation,
+        facts: Facts,
+        region: Region,
+        outputs: Sequence[Placement | None],
+        kept: Sequence[tuple[int, int]],
+        *,
+        deliver: bool = False,
+        open_outputs: frozenset[int] = frozenset(),
+    ) -> None:
+        super().__init__(propagation, outputs)
+        self.facts = facts
+        self.region = region
+        self.kept = kept
+        self.deliver = deliver
+        self.open_outputs = open_outputs
+        self.replica_axes = frozenset(self.replicas.reduce_axes)
+        self.made_by = {v: op for op in self.program.ops for v in op.outs}
+
+    def run(self, inputs: Sequence[Value]) -> Schedule:
+        self.weight_of = self._weights_made(inputs)
+        for i in self.open_outputs:
+            self._defer(self.program.outputs[i])
+        for op in self.program.ops:
+            if op.name in _ADDS and all(self._is_open_sum(v) for v in op.ins):
+                for v in op.ins:
+                    self._defer(v)
+                self.deferred.update(op.outs)
+        schedule = super().run(inputs)
+        self.final = [self.values[v] for v, _ in schedule.outputs]
+        return schedule
+
+    def _weights_made(self, inputs: Sequence[Value]) -> dict[int, int]:
+        """For values of the update the nearest weight that is made from them."""
+        found: dict[int, int] = {}
+        level = []
+        for i, o in self.kept:
+            if inputs[i].leaf >= 0:
+                found.setdefault(self.program.outputs[o], inputs[i].leaf)
+                level.append(self.program.outputs[o])
+        forward = {v for k in self.region.forward for v in self.program.ops[k].outs}
+        while level:
+            below = []
+            for v in level:
+                op = self.made_by.get(v)
+                for u in op.ins if op is not None and v not in forward else ():
+                    if u not in found:
+                        found[u] = found[v]
+                        below.append(u)
+            level = below
+        return found
+
+    def _name(self, op: Op) -> None:
+        """Says of what the forward and backward pass make for which weight it is."""
+        for v in op.outs:
+            self.values[v] = self.values[v]._replace(leaf=self.weight_of.get(v, -1))
+
+    def _defer(self, v: int) -> None:
+        """Lets the sum that makes `v` stay open through the linear operations between."""
+        while v not in self.deferred:
+            self.deferred.add(v)
+            op = self.made_by.get(v)
+            if op is None or op.name in _ADDS or op.subs or not self._only_rearranges(op):
+                return
+            v = op.ins[0]
+
+    def _only_rearranges(self, op: Op) -> bool:
+        """A linear operation on its first operand, whose others are numbers."""
+        rule = RULES.get(op.name)
+        return (
+            rule is not None
+            and rule.linear is not None
+            and rule.linear(op, (0,))
+            and all(self.avals[u].size == 1 for u in op.ins[1:])
+        )
+
+    def _is_open_sum(self, v: int) -> bool:
+        """Whether a value is a sum over replicas, but for linear operations."""
+        while (op := self.made_by.get(v)) is not None and not op.subs:
+            if self._sums(op):
+                return True
+            if op.name in _ADDS:
+                return all(map(self._is_open_sum, op.ins))
+            if not self._only_rearranges(op):
+                return False
+            v = op.ins[0]
+        return False
+
+    def _sums(self, op: Op) -> bool:
+        """An operation by which what differs between replicas becomes a sum over them."""
+        before = any(self.facts.spreads[v].axes() & self.replica_axes for v in op.ins)
+        after = any(self.facts.spreads[v].axes() & self.replica_axes for v in op.outs)
+        if not before or after:
+            return False
+        rule = RULES.get(op.name)
+        if is_collective(op):
+            return op.name in SUMS
+        return op.name not in MAXIMA and rule is not None and not op.name.startswith("leave")
+
+    # ------------------------------------------------------------------------------ each operation
+
+    def _output(self, v: int, want: Placement | None) -> tuple[int, Placement]:
+        if self.values[v].partial == "sum" and v in self._open():
+            return v, self.values[v].placement
+        if want is not None:
+            v = self._settled(v)
+            return self._placed(v, want, ""), want
+        v, have = super()._output(v, None)
+        if self.deliver and have.span is not None:
+            v = self._placed(v, have.without_span(), "the step returns it")
+        return v, self.values[v].placement
+
+    def _open(self) -> set[int]:
+        return {self.program.outputs[i] for i in self.open_outputs}
+
+    def _op(self, k: int, op: Op) -> None:
+        if op.name in CROSSINGS:
+            self._cross(op)
+        elif is_collective(op):
+            self._collective(op)
+        elif any(self.facts.varies(v) for v in (*op.ins, *op.outs)):
+            self._local(op)
+        elif k not in self.region.forward or not self._forward(k, op):
+            super()._op(k, op)
+            return
+        self._name(op)
+
+    def _cross(self, op: Op) -> None:
+        """From global arrays to what a device holds, or back: the same array on each device."""
+        (v,), (out,) = op.ins, op.outs
+        spec = op.params["spec"]
+        unreduced = frozenset(getattr(spec, "unreduced", None) or ())
+        if not (self.values[v].partial == "sum" and unreduced & self.replica_axes):
+            v = self._settled(v)
+        ndim = len(self.avals[v].shape)
+        tiles = spec_tiles(spec, ndim)
+        used = self.replica_axes.intersection(a for axes in tiles for a in axes)
+        entering = op.name == "enter_manual"
+        have = self.values[v].placement
+        span = have.span if not used else None
+        if entering:
+            span = span if have.tiles == tiles else None
+            v = self._placed(v, Placement(tiles, span), f"{op.name} splits it otherwise", op)
+            after = Placement(((),) * ndim, span)
+        else:
+            v = self._placed(v, Placement(((),) * ndim, span), f"{op.name} needs it whole", op)
+            after = Placement(tiles, span)
+        self.values[out] = Value(after, depth=self.values[v].depth, leaf=self.values[v].leaf)
+        self.steps.append(Compute(op, (v,), (out,)))
+
+    def _local(self, op: Op) -> None:
+        """Runs as it is written, on whole operands."""
+        whole = []
+        for v in op.ins:
+            v = self._settled(v)
+            whole.append(self._placed(v, replicated(len(self.avals[v].shape)), ""))
+        self._replicated(op, whole)
+
+    def _forward(self, k: int, op: Op) -> bool:
+        """A part of the forward or backward pass, on tiles; False to run it as the update runs."""
+        if any(self.values[v].partial for v in op.ins):
+            rule, factors = RULES.get(op.name), self.propagation.factors[k]
+            if rule is not None and factors is not None and self._linear(op, rule, factors):
+                return True
+        ins = [self._settled(v) for v in op.ins]
+        rule, factors = RULES.get(op.name), self.propagation.factors[k]
+        split = any(self.values[v].placement.span for v in ins)
+        if (
+            split
+            and rule is not None
+            and rule.family == "elementwise"
+            and k not in self.facts.touched
+        ):
+            return False
+        ins = [self._placed(v, self.values[v].placement.without_span(), "") for v in ins]
+        if all(self.values[v].placement.is_replicated for v in ins):
+            self._replicated(op, ins)
+        elif rule is None or factors is None:
+            self._whole(op, ins, "has no rule")
+        else:
+            tiles = tiles_of(factors, [self.values[v].placement for v in ins], self.replicas)
+            fit = self._accepted(rule, factors, tiles, None, ins)
+            if fit is None:
+                self._whole(op, ins, "needs the whole of a dim that is split over replicas")
+            else:
+                self._compute(op, rule, fit, ins, uniform=False)
+        return True
+
+    # --------------------------------------------------------------------------------- collectives
+
+    def _collective(self, op: Op) -> None:
+        named = frozenset(collective_axes(op))
+        over = named & self.replica_axes
+        sums, reduction = op.name in SUMS, _reduction(op)
+        differs = frozenset().union(*(self.facts.varies(v) for v in op.ins)) & self.replica_axes
+        grouped = op.params.get("axis_index_groups") is not None
+        if reduction is None or grouped or not over or (differs - over):
+            self._local(op)
+            return
+        again = sums and not differs  # a sum of what is summed already may stay open
+        ins = [v if again and self.values[v].partial else self._settled(v) for v in op.ins]
+        others = named - over
+        for v, out in zip(ins, op.outs, strict=True):
+            varies = self.facts.varies(v) if v < len(self.facts.spreads) else frozenset()
+            axes = tuple(a for a in collective_axes(op) if a in (varies & over) | others)
+            times = self.replicas.size(tuple(over - varies)) if sums else 1
+            v = self._placed(v, replicated(len(self.avals[v].shape)), "") if varies else v
+            if times > 1:
+                v = self._times(v, times, op)
+            value = self.values[v]
+            if axes and value.partial:
+                v = self._settled(v)
+                value = self.values[v]
+            if axes:
+                self.values[out] = value._replace(partial=reduction, partial_axes=axes)
+            else:
+                self.values[out] = value
+            self.steps.append(Compute(_pseudo(op, Identity("open_sum")), (v,), (out,)))
+
+    def _times(self, v: int, n: int, op: Op) -> int:
+        """A sum over replicas of what is equal on them."""
+        out = self._fresh(v, self.values[v])
+        self.steps.append(Compute(_pseudo(op, Times(n)), (v,), (out,)))
+        return out
+
+    # -------------------------------------------------------------------------------- control flow
+
+    def _control(self, k: int, op: Op) -> None:
+        if k not in self.region.forward:
+            super()._control(k, op)
+        elif k not in self.region.bodies:
+            self._local(op)
+        else:
+            ins = [self._settled(v) for v in op.ins]
+            self._enter(k, op, ins)
+
+    def _body(
+        self,
+        k: int,
+        i: int,
+        ins: Sequence[Value],
+        outs: Sequence[Placement | None],
+        *,
+        loop: bool,
+    ) -> tuple[Schedule, list[Problem]]:
+        if k not in self.region.bodies:
+            return super()._body(k, i, ins, outs, loop=loop)
+        kept = _carried(self.program.ops[k], i)
+        decider = self._inner(k, i, outs, kept)
+        inner = [Value(v.placement, leaf=v.leaf) for v in ins]
+        return decider.run(inner), decider.problems
+
+    def _inner(
+        self,
+        k: int,
+        i: int,
+        outs: Sequence[Placement | None],
+        kept: Sequence[tuple[int, int]],
+        open_outputs: frozenset[int] = frozenset(),
+    ) -> _StepDecider:
+        return _StepDecider(
+            self.propagation.bodies[k][i],
+            self.facts.bodies[k][i],
+            self.region.bodies[k][i],
+            outs,
+            kept,
+            open_outputs=open_outputs,
+        )
+
+    def _enter_scan(self, k: int, op: Op, ins: list[int]) -> None:
+        if k not in self.region.bodies:
+            super()._enter_scan(k, op, ins)
+            return
+        body, facts = self.propagation.bodies[k][0], self.facts.bodies[k][0]
+        region, program = self.region.bodies[k][0], self.propagation.bodies[k][0].program
+        n_const, n_carry = op.params["num_consts"], op.params["num_carry"]
+        first_x = n_const + n_carry
+        placed = []
+        for i, (v, inner) in enumerate(zip(ins, program.inputs, strict=True)):
+            want = self._entering(
+                v, inner, body, facts, region, carried=n_const <= i < first_x, stacked=i >= first_x
+            )
+            placed.append(self._placed(v, want, "it goes into a loop", op))
+        values = [self.values[v] for v in placed]
+        inner = [*values[:first_x]]
+        for value in values[first_x:]:
+            placement = value.placement.without_leading_dim()
+            assert placement is not None, "scanned operands are unstacked"
+            inner.append(value._replace(placement=placement))
+        open_sums = {
+            i
+            for i in range(n_carry)
+            if self._is_zeros(op.ins[n_const + i]) and _accumulates(program, n_const + i, i)
+        }
+        ys = range(n_carry, len(op.outs))
+        while True:
+            start = [
+                v._replace(partial="sum", partial_axes=self.replicas.reduce_axes)
+                if i - n_const in open_sums
+                else v
+                for i, v in enumerate(inner)
+            ]
+            wants = [v.placement for v in inner[n_const:first_x]]
+            outs = [*wants, *(None for _ in ys)]
+            open_outputs = frozenset({*open_sums, *ys})
+            decider = self._inner(k, 0, outs, _carried(op, 0), open_outputs)
+            schedule = decider.run(start)
+            closed = {i for i in open_sums if decider.final[i].partial is None}
+            if not closed:
+                break
+            open_sums -= closed
+        self._finish_control(
+            op, placed, [p for _, p in schedule.outputs], [(schedule, decider.problems)]
+        )
+        for i, (out, final) in enumerate(zip(op.outs, decider.final, strict=True)):
+            placement = final.placement if i < n_carry else final.placement.with_leading_dim()
+            self.values[out] = self.values[out]._replace(
+                placement=placement, partial=final.partial, partial_axes=final.partial_axes
+            )
+
+    def _enter_while(self, k: int, op: Op, ins: list[int]) -> None:
+        if k not in self.region.bodies:
+            super()._enter_while(k, op, ins)
+            return
+        test, turn = self.propagation.bodies[k]
+        c, b = op.params["cond_nconsts"], op.params["body_nconsts"]
+        turn_facts, turn_region = self.facts.bodies[k][1], self.region.bodies[k][1]
+        names = [*test.program.inputs[:c], *turn.program.inputs]
+        placed = []
+        for i, (v, inner) in enumerate(zip(ins, names, strict=True)):
+            if i < c:
+                want = self.values[v].placement.without_span()
+            else:
+                want = self._entering(v, inner, turn, turn_facts, turn_region, carried=i >= c + b)
+            placed.append(self._placed(v, want, "it goes into a loop", op))
+        values = [self.values[v] for v in placed]
+        carry = [v.placement for v in values[c + b :]]
+        tested = self._body(k, 0, [*values[:c], *values[c + b :]], [replicated(0)], loop=False)
+        turned = self._body(k, 1, values[c:], carry, loop=False)
+        self._finish_control(op, placed, carry, [tested, turned])
+
+    def _entering(
+        self,
+        v: int,
+        inner: int,
+        body: Propagation,
+        facts: Facts,
+        region: Region,
+        *,
+        carried: bool,
+        stacked: bool = False,
+    ) -> Placement:
+        """The placement in which an operand enters a loop."""
+        have, spread = self.values[v].placement, facts.spreads[inner]
+        tiles = ((), *spread.tiles) if stacked else spread.tiles
+        if any(tiles) or spread.varies:
+            return Placement(tiles)
+        hint = body.hints.get(inner)
+        if inner in region.whole and not (have.span and carried):
+            return have.without_span()
+        if carried and have.span is None and hint is not None and inner not in region.whole:
+            return hint
+        if stacked and have.span is not None and have.span.lo == 0:
+            return have.without_span()
+        return have
+
+    def _is_zeros(self, v: int) -> bool:
+        while (op := self.made_by.get(v)) is not None and op.name in (
+            "broadcast_in_dim",
+            "convert_element_type",
+            "pvary",
+            "pcast",
+            "reshard",
+            "sharding_constraint",
+        ):
+            v = op.ins[0]
+        const = self.program.consts.get(v)
+        return const is not None and bool(jnp.all(jnp.asarray(const) == 0))
+
+
+def _reduction(op: Op) -> Reduction | None:
+    if op.name in SUMS:
+        return "sum"
+    return {"max": "max", "min": "min"}.get(MAXIMA.get(op.name, ""))  # type: ignore[return-value]
+
+
+def _pseudo(op: Op, primitive: Identity | Times) -> Op:
+    return Op(primitive, {}, op.ins[:1], op.outs[:1], (), op.source_infos)
+
+
+def _carried(op: Op, body: int) -> list[tuple[int, int]]:
+    """Positions of what goes round a loop, among the inputs and the outputs of a body."""
+    if op.name == "scan":
+        first = op.params["num_consts"]
+        return [(first + i, i) for i in range(op.params["num_carry"])]
+    if op.name == "while" and body == 1:
+        first = op.params["body_nconsts"]
+        return [(first + i, i) for i in range(len(op.outs))]
+    return []
+
+
+def _accumulates(body: Program, carry_in: int, carry_out: int) -> bool:
+    """Whether a loop only adds to the value that it carries."""
+    v, out = body.inputs[carry_in], body.outputs[carry_out]
+    readers = [op for op in body.ops if v in op.ins]
+    return (
+        len(readers) == 1
+        and readers[0].name in _ADDS
+        and readers[0].outs == (out,)
+        and readers[0].ins.count(v) == 1
+        and body.outputs.count(v) == 0
+    )

@@ -1,0 +1,48 @@
+"""How values flow between a control-flow operation and its bodies."""
+
+from __future__ import annotations
+
+from wusharding.jaxprs import Op
+
+
+def control_links(op: Op) -> list[list[tuple[int, int, int]]]:
+    """For each body of a control-flow operation: (outer value, inner value, dim shift)."""
+    if op.name == "cond":
+        return [
+            [(a, b, 0) for a, b in zip(op.ins[1:], sub.inputs, strict=True)]
+            + [(a, b, 0) for a, b in zip(op.outs, sub.outputs, strict=True)]
+            for sub in op.subs
+        ]
+    if op.name == "scan":
+        (body,) = op.subs
+        fixed = op.params["num_consts"] + op.params["num_carry"]
+        carry = op.params["num_carry"]
+        ins = [
+            (a, b, -(i >= fixed)) for i, (a, b) in enumerate(zip(op.ins, body.inputs, strict=True))
+        ]
+        outs = [
+            (a, b, -(i >= carry))
+            for i, (a, b) in enumerate(zip(op.outs, body.outputs, strict=True))
+        ]
+        return [ins + outs]
+    cond, body = op.subs
+    c, b = op.params["cond_nconsts"], op.params["body_nconsts"]
+    carry = op.ins[c + b :]
+    return [
+        [(x, y, 0) for x, y in zip((*op.ins[:c], *carry), cond.inputs, strict=True)],
+        [(x, y, 0) for x, y in zip((*op.ins[c : c + b], *carry), body.inputs, strict=True)]
+        + [(x, y, 0) for x, y in zip(op.outs, body.outputs, strict=True)],
+    ]
+
+
+def body_ties(op: Op) -> list[list[tuple[int, int]]]:
+    """Values of a body that go round its loop."""
+    if op.name == "scan":
+        (body,) = op.subs
+        start, n = op.params["num_consts"], op.params["num_carry"]
+        return [list(zip(body.inputs[start : start + n], body.outputs[:n], strict=True))]
+    if op.name == "while":
+        body = op.subs[1]
+        start = op.params["body_nconsts"]
+        return [[], list(zip(body.inputs[start:], body.outputs, strict=True))]
+    return [[] for _ in op.subs]

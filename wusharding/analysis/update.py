@@ -1,0 +1,100 @@
+"""Where in a train step the weight update is, and which inputs are weights or auxiliary state.
+
+Operations that replicas do on data of their own (`Facts.touched`), and those that only prepare for
+them (a cast of the weights, a dropout key), are the forward and backward pass. All others, between
+the reduction of the gradients and the new weights and state, do the same on every replica: they are
+the update, and may run on shards.
+
+Of the values that go round (an input that comes out again as an output), those that the forward
+pass reads are *weights*: every device needs them whole. The others are *auxiliary state*.
+Source: Xu et al. 2020 (arXiv 2004.13336, section 4).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from wusharding.analysis.flow import control_links
+from wusharding.analysis.replication import Facts
+from wusharding.jaxprs import Op, Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """How the operations of one program are divided.
+
+    Args:
+      forward: operations of the forward and backward pass.
+      whole: values that the forward pass reads: every device needs the whole of them.
+      bodies: for control-flow operations that the update may reach into, the regions of the bodies.
+    """
+
+    forward: frozenset[int]
+    whole: frozenset[int]
+    bodies: Mapping[int, tuple[Region, ...]]
+
+    def update(self, program: Program) -> list[Op]:
+        """The operations of the update, those of control-flow bodies included."""
+        found = []
+        for k, op in enumerate(program.ops):
+            if k in self.bodies:
+                for sub, region in zip(op.subs, self.bodies[k], strict=True):
+                    found += region.update(sub)
+            elif k not in self.forward:
+                found.append(op)
+        return found
+
+
+def find_region(facts: Facts, kept: Sequence[int]) -> Region:
+    """Divides a program.
+
+    Args:
+      facts: what differs between replicas.
+      kept: values of the program that go round: new weights and state.
+    """
+    program = facts.program
+    stops = set(kept)
+    forward: set[int] = set()
+    whole: set[int] = set()
+    bodies: dict[int, tuple[Region, ...]] = {}
+    for k in reversed(range(len(program.ops))):
+        op = program.ops[k]
+        if k in facts.touched:
+            forward.add(k)
+            if op.subs and not _one_sided(op, facts):
+                bodies[k] = tuple(
+                    find_region(body, _kept(body.program, op)) for body in facts.bodies[k]
+                )
+                whole.update(_read_whole(op, bodies[k]))
+            else:
+                whole.update(op.ins)
+        elif whole.intersection(op.outs) and stops.isdisjoint(op.outs):
+            forward.add(k)
+            whole.update(op.ins)
+    return Region(frozenset(forward), frozenset(whole), bodies)
+
+
+def _one_sided(op: Op, facts: Facts) -> bool:
+    """A choice that replicas may make differently: nothing may communicate in it."""
+    return op.name == "cond" and bool(facts.varies(op.ins[0]))
+
+
+def _kept(body: Program, op: Op) -> Sequence[int]:
+    """Values of a loop's body that go round."""
+    if op.name == "scan":
+        return body.outputs[: op.params["num_carry"]]
+    if op.name == "while":
+        return body.outputs if body is op.subs[1] else ()
+    return ()
+
+
+def _read_whole(op: Op, regions: Sequence[Region]) -> set[int]:
+    """Operands of a control-flow operation that a body's forward pass reads."""
+    found = set()
+    for sub, region, links in zip(op.subs, regions, control_links(op), strict=True):
+        inputs = set(sub.inputs)
+        found |= {outer for outer, inner, _ in links if inner in inputs & region.whole}
+    if op.name == "cond":
+        found.add(op.ins[0])
+    return found

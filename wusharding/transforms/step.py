@@ -1,0 +1,505 @@
+"""`shard_step`: a whole train step, found as it is written, with its weight update sharded."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from wusharding.analysis.assign import assign, decided
+from wusharding.analysis.choose import FormatChoice, Target, bucket_sizes, lanes_of
+from wusharding.analysis.layout import Leaf
+from wusharding.analysis.placement import Placement, Replicas, Tiles, spec_tiles
+from wusharding.analysis.replication import Spread
+from wusharding.analysis.schedule import Problem, Schedule
+from wusharding.analysis.step import StepUpdate, find_update
+from wusharding.errors import ContextError, StateMismatchError
+from wusharding.formats.buckets import BucketSizes
+from wusharding.jaxprs import Aval, Program, prune, trace_step
+from wusharding.transforms import checks
+from wusharding.transforms.collectives import Collectives
+from wusharding.transforms.context import (
+    Context,
+    check_axes,
+    current_mesh,
+    is_tracer,
+    platform_of,
+)
+from wusharding.transforms.interpret import Interpreter
+from wusharding.transforms.mapped import mapped
+from wusharding.transforms.programs import flatten_with_paths
+from wusharding.transforms.storage import Storage
+from wusharding.transforms.trees import matched, nodes
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """What the user asked of `shard_step`, checked."""
+
+    reduce_axes: tuple[str, ...]
+    shard_axes: tuple[str, ...]
+    formats: FormatChoice
+    min_shard_elems: int
+    bucket_bytes: int
+    split_weights: bool
+    target: Target | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Built:
+    """A step for arguments of one form.
+
+    Args:
+      context: the mesh.
+      update: the traced step and what in it is what.
+      ins: how each argument array is stored between steps.
+      outs: how each array that it returns is stored.
+      args_def: tree of the arguments.
+      out_shape: what it returns, in logical shapes.
+      schedule: the steps of one device.
+      problems: what could not run on pieces.
+      fun: the compiled function, of arguments as they are stored.
+    """
+
+    context: Context
+    update: StepUpdate
+    ins: tuple[Leaf, ...]
+    outs: tuple[Leaf, ...]
+    args_def: Any
+    out_shape: Any
+    schedule: Schedule
+    problems: list[Problem]
+    fun: Any
+
+    @property
+    def replicas(self) -> Replicas:
+        return self.context.replicas
+
+    def accepts(self, leaves: Sequence[Any]) -> bool:
+        """Whether these arrays, whole or as stored, are what the step was built for."""
+        return all(
+            x.dtype == leaf.dtype
+            and tuple(x.shape) in (leaf.shape, leaf.stored_shape(self.replicas))
+            for leaf, x in zip(self.ins, leaves, strict=True)
+        )
+
+
+def shard_step(
+    step: Callable[..., Any],
+    *,
+    mesh: Mesh | None = None,
+    axis: str | Sequence[str] = "data",
+    shard_axis: str | Sequence[str] | None = None,
+    in_specs: PyTree = None,
+    out_specs: PyTree = None,
+    weights: Literal["whole", "split"] = "whole",
+    formats: FormatChoice = "auto",
+    min_shard_elems: int = 2,
+    bucket_bytes: int = 4 * 2**20,
+    donate_argnums: int | Sequence[int] | None = None,
+    target: Target | None = None,
+) -> ShardedStep:
+    """Shards the weight update that is found in a train step, as the step is written.
+
+    The step is traced; what every replica would do alike, between the sum of the gradients and the
+    new weights, runs on shards: the sum becomes a reduce-scatter, auxiliary state stays split from
+    step to step, and the new weights are gathered.
+
+    Args:
+      step: a train step of pytrees of arrays: a function over `shard_map` or `pmap`, a global-view
+        function as for `jit`, or, with `in_specs` and `out_specs`, a function of one replica. It
+        may be jitted already.
+      mesh: the mesh; None takes the ambient one, else that of the arguments.
+      axis: the mesh axis (or axes) of the replicas.
+      shard_axis: the part of `axis` to shard over; None shards over all of it.
+      in_specs: for a function of one replica that reduces over `axis` by itself: as in
+        `jax.shard_map`.
+      out_specs: likewise.
+      weights: "whole" gathers new weights at the end of a step; "split" keeps them split between
+        steps and gathers them at the start, in the dtype that the forward pass reads.
+      formats: as for `shard_updates`.
+      min_shard_elems: weights and state arrays with fewer elements stay replicated.
+      bucket_bytes: smaller arrays travel together in buffers of about this many bytes.
+      donate_argnums: as for `jax.jit`; None donates what `step`, if jitted, donates.
+      target: "cpu", "gpu" or "tpu", what formats are chosen for; None takes the mesh's devices'.
+
+    Returns:
+      A `ShardedStep`, called like `step`.
+
+    Source: Xu et al. 2020 (arXiv 2004.13336).
+    """
+    if not callable(step):
+        raise TypeError(f"step: found {type(step).__name__}, need a function.")
+    reduce_axes = checks.axis_tuple("axis", axis)
+    shard_axes = reduce_axes if shard_axis is None else checks.axis_tuple("shard_axis", shard_axis)
+    options = StepOptions(
+        reduce_axes=reduce_axes,
+        shard_axes=checks.check_subset(shard_axes, reduce_axes),
+        formats=checks.check_choice("formats", formats, checks.FORMAT_CHOICES),
+        min_shard_elems=checks.check_count("min_shard_elems", min_shard_elems, 0),
+        bucket_bytes=checks.check_count("bucket_bytes", bucket_bytes, 1),
+        split_weights=checks.check_choice("weights", weights, ("whole", "split")) == "split",
+        target=checks.check_choice("target", target, (*checks.TARGETS, None)),
+    )
+    checks.check_mesh(mesh, reduce_axes)
+    if (in_specs is None) != (out_specs is None):
+        raise ValueError("in_specs, out_specs: give both, or neither.")
+    if in_specs is not None:
+        step = functools.partial(_per_replica, step, mesh, in_specs, out_specs)
+    if isinstance(donate_argnums, int):
+        donate_argnums = (donate_argnums,)
+    return ShardedStep(step, mesh, options, donate_argnums)
+
+
+def _per_replica(fun: Any, mesh: Any, in_specs: Any, out_specs: Any, *args: Any) -> Any:
+    return jax.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(
+        *args
+    )
+
+
+class ShardedStep:
+    """A train step with a sharded weight update; see `shard_step`."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        mesh: Mesh | None,
+        options: StepOptions,
+        donate_argnums: Sequence[int] | None,
+    ) -> None:
+        functools.update_wrapper(self, step, updated=())
+        self._step = step
+        self._mesh = mesh
+        self._options = options
+        self._donate = donate_argnums
+        self._built: dict[Any, Built] = {}
+        self._last: Built | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the step.
+
+        Args:
+          *args: those of the step; its state whole, as at first, or as an earlier call returned it.
+
+        Returns:
+          What the step returns; auxiliary state as it is stored (see `unshard`).
+        """
+        built = self._for(args)
+        if any(map(is_tracer, jax.tree.leaves(args))):
+            return built.fun(*self._stored_inline(built, args))
+        return built.fun(*self._placed(built, args))
+
+    def lower(self, *args: Any) -> Any:
+        """As `jax.jit(step).lower`; arrays or shapes, in the step's own shapes or as stored.
+
+        `compile()` of it takes arguments as `shard` returns them.
+        """
+        built = self._for(args)
+        return built.fun.lower(*self._described(built))
+
+    def shard(self, *args: Any) -> tuple[Any, ...]:
+        """The arguments with their state stored as the step keeps it; lossless."""
+        built = self._for(args)
+        return self._placed(built, args)
+
+    def unshard(self, tree: PyTree) -> PyTree:
+        """State as the step returns it, back in logical shapes; lossless.
+
+        Args:
+          tree: an argument of the step, one that it returned, or any subtree of these.
+        """
+        leaves, treedef = jax.tree.flatten(tree)
+        built, found = self._find(treedef, leaves)
+        out = list(leaves)
+        split = [
+            i
+            for i, leaf in enumerate(found)
+            if leaf.placement.span is not None and tuple(leaves[i].shape) != leaf.shape
+        ]
+        whole = _convert(built, [found[i] for i in split], [leaves[i] for i in split], back=True)
+        for i, x in zip(split, whole, strict=True):
+            out[i] = x
+        return treedef.unflatten(out)
+
+    def shard_shapes(self, *args: Any) -> tuple[Any, ...]:
+        """The arguments as the step keeps them, as `jax.ShapeDtypeStruct`s with shardings."""
+        return self._described(self._for(args))
+
+    # -------------------------------------------------------------------------------------- looking
+
+    def _find(self, treedef: Any, leaves: Sequence[Any]) -> tuple[Built, Sequence[Leaf]]:
+        """The leaves that a tree has in the arguments or results of the step."""
+        if not self._built:
+            raise StateMismatchError("unshard: the step has not run yet: nothing is sharded.")
+        for built in reversed(list(self._built.values())):
+            for tree, known in (
+                (built.args_def.unflatten([0] * len(built.ins)), built.ins),
+                (jax.tree.map(lambda _: 0, built.out_shape), built.outs),
+            ):
+                for node in nodes(tree):
+                    found = known[node.start : node.stop]
+                    if node.treedef == treedef and all(
+                        tuple(x.shape) in (leaf.shape, leaf.stored_shape(built.replicas))
+                        for leaf, x in zip(found, leaves, strict=True)
+                    ):
+                        return built, found
+        raise StateMismatchError(
+            f"unshard: found a tree {treedef} that is no part of the step's arguments or results, "
+            "or whose arrays have other shapes. Hand over an argument, a result, or a subtree."
+        )
+
+    def _for(self, args: tuple[Any, ...]) -> Built:
+        paths, leaves, treedef = flatten_with_paths(args)
+        for path, x in zip(paths, leaves, strict=True):
+            if not hasattr(x, "shape") and not isinstance(x, bool | int | float | complex):
+                raise TypeError(
+                    f"args{path}: found {type(x).__name__}, need arrays. Bind settings and "
+                    "functions before, as by functools.partial."
+                )
+        leaves = [x if hasattr(x, "shape") else jax.numpy.asarray(x) for x in leaves]
+        key = (treedef, tuple((tuple(x.shape), x.dtype, _spec_of(x)) for x in leaves))
+        if key not in self._built:
+            known = next(
+                (b for b in self._built.values() if b.args_def == treedef and b.accepts(leaves)),
+                None,
+            )
+            self._built[key] = known or self._build(paths, leaves, treedef)
+        self._last = self._built[key]
+        return self._built[key]
+
+    # ------------------------------------------------------------------------------------- building
+
+    def _build(self, paths: Sequence[str], leaves: Sequence[Any], treedef: Any) -> Built:
+        options = self._options
+        mesh = self._mesh_for(leaves)
+        axis_sizes = tuple((str(n), s) for n, s in mesh.shape.items())
+        replicas = Replicas(axis_sizes, options.reduce_axes, options.shard_axes)
+        context = Context(False, False, replicas, mesh, tuple(mesh.axis_names))
+        structs = [_struct(x, mesh) for x in leaves]
+        with _under(mesh):
+            program, out_shape, donated = trace_step(self._step, *treedef.unflatten(structs))
+        program = prune(program)
+        inputs = [Spread(t) for t in self._input_tiles(program, structs)]
+        args = treedef.unflatten(structs)
+        update = find_update(
+            program,
+            replicas,
+            inputs,
+            matched(args, out_shape),
+            split_weights=options.split_weights,
+        )
+        target = options.target or platform_of(mesh)
+        avals = [program.avals[v] for v in update.params]
+        found = assign(
+            update,
+            avals,
+            [update.facts.spreads[v].tiles for v in update.params],
+            replicas,
+            target=target,
+            choice=options.formats,
+            min_shard_elems=options.min_shard_elems,
+        )
+        schedule, problems = decided(update, replicas, found.params, found.state)
+        placements = [Placement(update.facts.spreads[v].tiles) for v in program.inputs]
+        outputs = [p for _, p in schedule.outputs]
+        for (i, _), p in zip(update.weights, found.params, strict=True):
+            placements[i] = update.stored(p)
+        for (i, _), p in zip(update.aux, found.state, strict=True):
+            placements[i] = p
+
+        def leaf(path: str, aval: Aval, p: Placement) -> Leaf:
+            return Leaf(path, aval.shape, aval.dtype, p, lanes_of(p, aval.shape, target))
+
+        ins = tuple(
+            leaf(path, program.avals[v], p)
+            for path, v, p in zip(paths, program.inputs, placements, strict=True)
+        )
+        out_paths, _, _ = flatten_with_paths(out_shape)
+        outs = tuple(
+            leaf(path, program.avals[v], p)
+            for path, v, p in zip(out_paths, program.outputs, outputs, strict=True)
+        )
+        donate = self._donate
+        if donate is None:
+            donate = [k for k, d in enumerate(_per_argument(args, donated)) if d]
+        run = _runner(context, ins, outs, schedule, bucket_sizes(options.bucket_bytes, target))
+        out_def = jax.tree.structure(out_shape)
+
+        def fun(*args: Any) -> Any:
+            return out_def.unflatten(run(jax.tree.leaves(args)))
+
+        return Built(
+            context,
+            update,
+            ins,
+            outs,
+            treedef,
+            out_shape,
+            schedule,
+            problems,
+            jax.jit(fun, donate_argnums=tuple(donate)),
+        )
+
+    def _mesh_for(self, leaves: Sequence[Any]) -> Any:
+        mesh = current_mesh(self._mesh)
+        if mesh is None:
+            found = (getattr(getattr(x, "sharding", None), "mesh", None) for x in leaves)
+            mesh = next((m for m in found if m is not None and not m.empty), None)
+        if mesh is None:
+            raise ContextError(
+                "no mesh: found neither mesh= nor an ambient mesh, nor an argument on one. Pass "
+                "shard_step(..., mesh=mesh)."
+            )
+        check_axes(mesh, self._options.reduce_axes)
+        if not isinstance(mesh, Mesh) and self._mesh is not None:
+            return self._mesh
+        return mesh
+
+    def _input_tiles(self, program: Program, structs: Sequence[Any]) -> list[Tiles]:
+        """How each input is split: as `shard_map` takes it, else as it comes."""
+        entered = {}
+        for op in program.ops:
+            if op.name == "enter_manual":
+                entered.setdefault(op.ins[0], op.params["spec"])
+        return [
+            spec_tiles(entered.get(v) or _spec_of(x) or PartitionSpec(), len(x.shape))
+            for v, x in zip(program.inputs, structs, strict=True)
+        ]
+
+    # ----------------------------------------------------------------------------------- converting
+
+    def _described(self, built: Built) -> Any:
+        mesh = checks.concrete_mesh(built.context.mesh)
+        return built.args_def.unflatten(
+            jax.ShapeDtypeStruct(
+                leaf.stored_shape(built.replicas),
+                leaf.dtype,
+                sharding=NamedSharding(mesh, leaf.spec(built.replicas)),
+            )
+            for leaf in built.ins
+        )
+
+    def _placed(self, built: Built, args: Any) -> Any:
+        """Arguments as they are stored, on the mesh; those that are there already are not moved."""
+        leaves = [x if hasattr(x, "shape") else jax.numpy.asarray(x) for x in jax.tree.leaves(args)]
+        whole = _unstored(built, leaves)
+        if whole:
+            done = _convert(built, [built.ins[i] for i in whole], [leaves[i] for i in whole])
+            for i, x in zip(whole, done, strict=True):
+                leaves[i] = x
+        mesh = checks.concrete_mesh(built.context.mesh)
+        wanted = [NamedSharding(mesh, leaf.spec(built.replicas)) for leaf in built.ins]
+        move = [i for i, x in enumerate(leaves) if getattr(x, "sharding", None) != wanted[i]]
+        if move:
+            (moved,) = checks.place(
+                [[leaves[i] for i in move]],
+                [[wanted[i].spec for i in move]],
+                [("args", tuple(built.ins[i] for i in move))],
+                mesh,
+            )
+            for i, x in zip(move, moved, strict=True):
+                leaves[i] = x
+        return built.args_def.unflatten(leaves)
+
+    def _stored_inline(self, built: Built, args: Any) -> Any:
+        """The same while the call is being traced."""
+        leaves = jax.tree.leaves(args)
+        whole = _unstored(built, leaves)
+        for i, x in zip(
+            whole,
+            _convert(built, [built.ins[i] for i in whole], [leaves[i] for i in whole]),
+            strict=True,
+        ):
+            leaves[i] = x
+        return built.args_def.unflatten(leaves)
+
+
+def _unstored(built: Built, leaves: Sequence[Any]) -> list[int]:
+    """Arrays that came whole and are stored in another shape."""
+    return [
+        i
+        for i, (leaf, x) in enumerate(zip(built.ins, leaves, strict=True))
+        if tuple(x.shape) != leaf.stored_shape(built.replicas)
+    ]
+
+
+def _convert(
+    built: Built, leaves: Sequence[Leaf], arrays: Sequence[Any], *, back: bool = False
+) -> list[Any]:
+    """Whole arrays as they are stored, or `back`."""
+    if not leaves:
+        return []
+    replicas = built.replicas
+    stored = [leaf.spec(replicas) for leaf in leaves]
+    logical = [leaf.logical_spec() for leaf in leaves]
+
+    def body(xs: Sequence[Any]) -> tuple[list[Any]]:
+        storage = Storage(Collectives.here(replicas, BucketSizes(0, 0)))  # each leaf by itself
+        return (storage.unshard(leaves, xs) if back else storage.shard(leaves, xs),)
+
+    ins, outs = (stored, logical) if back else (logical, stored)
+    if not any(map(is_tracer, arrays)):
+        mesh = checks.concrete_mesh(built.context.mesh)
+        (arrays,) = checks.place([arrays], [ins], [("args", leaves)], mesh)
+    (done,) = jax.jit(mapped(built.context, body, [ins], [outs]))(arrays)
+    return done
+
+
+def _runner(
+    context: Context,
+    ins: Sequence[Leaf],
+    outs: Sequence[Leaf],
+    schedule: Schedule,
+    buckets: BucketSizes,
+) -> Callable[[Sequence[Any]], list[Any]]:
+    replicas = context.replicas
+
+    def body(args: Sequence[Any]) -> tuple[list[Any]]:
+        collectives = Collectives.here(replicas, buckets)
+        storage = Storage(collectives)
+        local = [storage.load(leaf, x) for leaf, x in zip(ins, args, strict=True)]
+        done = Interpreter(collectives, checked=False).run(schedule, local)
+        return ([storage.store(leaf, x) for leaf, x in zip(outs, done, strict=True)],)
+
+    run = mapped(
+        context,
+        body,
+        [[leaf.spec(replicas) for leaf in ins]],
+        [[leaf.spec(replicas) for leaf in outs]],
+    )
+    return lambda args: run(args)[0]
+
+
+def _per_argument(args: tuple[Any, ...], flags: Sequence[bool]) -> list[bool]:
+    rest = iter(flags)
+    return [
+        bool(found) and all(found)
+        for found in ([next(rest) for _ in jax.tree.leaves(a)] for a in args)
+    ]
+
+
+def _spec_of(x: Any) -> PartitionSpec | None:
+    sharding = (
+        getattr(jax.typeof(x), "sharding", None) if is_tracer(x) else getattr(x, "sharding", None)
+    )
+    return sharding.spec if isinstance(sharding, NamedSharding) else None
+
+
+def _struct(x: Any, mesh: Any) -> jax.ShapeDtypeStruct:
+    spec = _spec_of(x)
+    sharding = NamedSharding(mesh, spec if spec is not None else PartitionSpec())
+    return jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=sharding, weak_type=getattr(x, "weak_type", False)
+    )
+
+
+def _under(mesh: Any) -> Any:
+    if not jax.sharding.get_abstract_mesh().empty:
+        return jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
+    return jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
