@@ -324,7 +324,7 @@ def _run_piece(
     fit, replicas, _, here = trial
     step = step_of(app, rule, fit, replicas)
     outputs = list(zip(step.outs, fit.outs, strict=True))
-    schedule = Schedule(app.alone(), [step], list(fit.ins), outputs)
+    schedule = Schedule(app.alone(), [step], outputs)
     try:
         found = _interpreter(replicas, index).run(schedule, local)
     except (TypeError, ValueError, IndexError) as e:

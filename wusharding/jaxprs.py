@@ -8,6 +8,7 @@ Everything else works on `Program`, a flat list of `Op`s over integer value ids:
 * an `optimization_barrier` over several values becomes one for each: they need not be split alike,
   and what they hold is the same;
 * literals and captured constants are values like any other, listed in `Program.consts`;
+* what only says how a value lies on a mesh is a `copy` with its name as `annotation`;
 * a `shard_map` (`pmap` is one too) is inlined between operations `enter_manual` and `leave_manual`,
   which mark where values change from global arrays to what one device holds.
 """
@@ -265,8 +266,10 @@ class _Builder:
                     self.ops.append(Op(eqn.primitive, eqn.params, (i,), (o,), (), sources))
                 continue
             subs = _bodies(eqn)
-            params = _without_shardings(eqn.params)
-            self.ops.append(Op(_unmeshed(eqn.primitive), params, ins, outs, subs, sources))
+            primitive, params = eqn.primitive, _without_shardings(eqn.params)
+            if primitive.name in _ANNOTATIONS:
+                primitive, params = Identity("copy"), params | {"annotation": primitive.name}
+            self.ops.append(Op(primitive, params, ins, outs, subs, sources))
         return tuple(self.atom(a, env) for a in jaxpr.outvars)
 
     def _kept_apart(self, ins: tuple[int, ...], sources: tuple[Any, ...]) -> tuple[int, ...]:
@@ -301,10 +304,6 @@ class _Builder:
                 env[var] = self.const(value, var.aval)
         env.update(zip(jaxpr.invars, ins, strict=True))
         return self.inline(jaxpr, env, callers)
-
-
-def _unmeshed(primitive: Any) -> Any:
-    return Identity(primitive.name) if primitive.name in _ANNOTATIONS else primitive
 
 
 def _without_shardings(params: dict[str, Any]) -> dict[str, Any]:

@@ -425,14 +425,8 @@ class _StepDecider(Decider):
         return have
 
     def _is_zeros(self, v: int) -> bool:
-        while (op := self.made_by.get(v)) is not None and op.name in (
-            "broadcast_in_dim",
-            "convert_element_type",
-            "pvary",
-            "pcast",
-            "reshard",
-            "sharding_constraint",
-        ):
+        through = ("broadcast_in_dim", "convert_element_type", "copy")
+        while (op := self.made_by.get(v)) is not None and op.name in through:
             v = op.ins[0]
         const = self.program.consts.get(v)
         return const is not None and bool(jnp.all(jnp.asarray(const) == 0))

@@ -136,8 +136,9 @@ class _Analysis:
             return [Spread.same(ndims[0])._replace(varies=varies | axes)]
         if op.name == "leave_manual":
             return [self._leaving(op, ins[0], facts)]
-        if op.name in ("axis_index", "pvary", "pcast"):
-            cast = op.name == "axis_index" or self.casts_vary
+        is_cast = op.params.get("annotation") in ("pvary", "pcast")
+        if op.name == "axis_index" or is_cast:
+            cast = not is_cast or self.casts_vary
             varies |= self.axes.intersection(collective_axes(op)) if cast else NONE
         elif op.name in _IMPURE and op.ins and varies:
             varies = self.axes

@@ -85,10 +85,6 @@ register(
     "neg copy real imag conj stop_gradient name optimization_barrier",
     OpRule("elementwise", _factors, _localize, _reshape, linear=_always),
 )
-register(  # what says only how a value lies on a mesh
-    "pvary pcast reshard mesh_cast sharding_constraint layout_constraint",
-    OpRule("elementwise", _factors, _localize, _reshape, linear=_always),
-)
 register(_SUMS, OpRule("elementwise", _factors, _localize, _reshape, linear=_all_terms))
 register("mul", OpRule("elementwise", _factors, _localize, _reshape, linear=_one_factor))
 register("div", OpRule("elementwise", _factors, _localize, _reshape, linear=_numerator))
