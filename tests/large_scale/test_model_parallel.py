@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import wusharding as wus
 from large_scale.hlo import Collective, collectives
 from tests.large_scale import megatron
+from tests.large_scale.training import along, on_one_device, placed
 from tests.runs import (
     bytes_on_devices,
     groups_of,
@@ -49,19 +50,8 @@ def weights() -> Tree:
 @functools.cache
 def reference(name: str) -> tuple[Tree, Tree]:
     """Params and state after the steps on one device, by another text of the loss."""
-    optimizer = OPTIMIZERS[name]()
-
-    @jax.jit
-    def step(params: Tree, state: Tree, tokens: jax.Array) -> tuple[Tree, Tree]:
-        grads = jax.grad(megatron.reference_loss)(params, tokens)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    params = jax.tree.map(jnp.asarray, weights())
-    state = optimizer.init(params)
-    for tokens in megatron.batches(CONFIG, 5, BATCH):
-        params, state = step(params, state, tokens)
-    return params, state
+    tokens = megatron.batches(CONFIG, 5, BATCH)
+    return on_one_device(megatron.reference_loss, weights(), tokens, OPTIMIZERS[name]())
 
 
 @dataclasses.dataclass
@@ -91,10 +81,6 @@ class Training:
         with self.within():
             self.step = self.step.lower(self.params, self.state, batch).compile()
         return collectives(self.step.as_text())
-
-
-def placed(tree: Tree, specs: Tree, mesh: Mesh) -> Tree:
-    return jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), tree, specs)
 
 
 def training(context: str, shape: str, optimizer: Any, **options: Any) -> Training:
@@ -231,15 +217,6 @@ def test_the_reference_itself_agrees_with_the_split_text():
 
 
 # ------------------------------------------------------------------------- what the step sends
-
-
-def along(mesh: Mesh, *axes: str) -> set[frozenset[int]]:
-    """The groups of devices that differ along `axes` only."""
-    ids = np.vectorize(lambda d: d.id)(mesh.devices)
-    where = [mesh.axis_names.index(a) for a in axes]
-    rest = [d for d in range(ids.ndim) if d not in where]
-    rows = ids.transpose(*rest, *where).reshape(-1, math.prod(mesh.shape[a] for a in axes))
-    return {frozenset(map(int, row)) for row in rows}
 
 
 def activation_bytes(mesh: Mesh) -> int:

@@ -1,0 +1,80 @@
+"""An embedding whose rows are split over a `model` axis: looked up, and multiplied by, in place."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from tests.large_scale import megatron, training
+from tests.runs import groups_of, mesh_of
+
+Tree = Any
+
+VOCAB, WIDTH, BATCH, LENGTH = 204, 6, 8, 5
+SPECS = {"rows": P("model"), "mix": P()}
+
+
+@functools.cache
+def weights() -> Tree:
+    rng = np.random.default_rng(7)
+    shapes = {"rows": (VOCAB, WIDTH), "mix": (WIDTH, WIDTH)}
+    return {k: (rng.normal(size=s) / 2).astype(np.float32) for k, s in shapes.items()}
+
+
+@functools.cache
+def batches() -> list[np.ndarray]:
+    rng = np.random.default_rng(8)
+    return [rng.integers(0, VOCAB, (BATCH, LENGTH + 1)).astype(np.int32) for _ in range(5)]
+
+
+def optimizer() -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(0.5), optax.lamb(0.02))
+
+
+def loss(params: Tree, tokens: jax.Array) -> jax.Array:
+    x = jnp.tanh(params["rows"][tokens[:, :-1]] @ params["mix"])
+    odds = jax.nn.log_softmax(x @ params["rows"].T)
+    return -jnp.mean(jnp.take_along_axis(odds, tokens[:, 1:, None], -1))
+
+
+def split_loss(params: Tree, tokens: jax.Array) -> jax.Array:
+    split, rows = megatron.over("model"), params["rows"]
+    at = tokens[:, :-1] - split.index() * rows.shape[0]
+    here = (at >= 0) & (at < rows.shape[0])
+    found = jnp.where(here[..., None], rows[jnp.clip(at, 0, rows.shape[0] - 1)], 0)
+    x = jnp.tanh(split.leave(found) @ params["mix"])
+    return megatron.cross_entropy(rows, x, tokens[:, 1:], split)
+
+
+@functools.cache
+def reference() -> tuple[Tree, Tree]:
+    return training.on_one_device(loss, weights(), batches(), optimizer())
+
+
+@pytest.mark.parametrize("shape", [{"data": 4, "model": 2}, {"data": 2, "model": 4}])
+def test_rows_are_found_where_they_lie(shape):
+    mesh = mesh_of(shape)
+    found = training.by_hand(split_loss, weights(), SPECS, batches(), P("data"), optimizer(), mesh)
+    assert found.error(reference()) <= 1e-5
+    moved = [c for c in found.collectives if groups_of(c) == training.along(mesh, "model")]
+    assert {c.kind for c in moved} == {"all-reduce"}
+    # The rows that were looked up, what comes back to them, and of each token the largest logit
+    # and the sum of exponentials; the value of the loss itself is not asked for.
+    numbers = BATCH // shape["data"] * LENGTH
+    assert sum(c.operand_bytes for c in moved) == 4 * numbers * (2 * WIDTH + 2)
+
+
+def test_rows_split_by_the_compiler():
+    mesh = mesh_of({"data": 4, "model": 2}, auto=True)
+    found = training.by_compiler(loss, weights(), SPECS, batches(), P("data"), optimizer(), mesh)
+    assert found.error(reference()) <= 1e-5
+    logits = 4 * BATCH // 4 * LENGTH * VOCAB // 2
+    table = 4 * VOCAB * WIDTH // 2
+    for c in found.collectives:
+        if groups_of(c) == training.along(mesh, "model"):
+            assert c.result_bytes < min(logits, table)
