@@ -2,6 +2,7 @@
 
 from wusharding.analysis.lines import lines_of_grid as lines_of_grid
 from wusharding.analysis.plan import Plan as Plan
+from wusharding.analysis.step_plan import StepPlan as StepPlan
 from wusharding.errors import CheckpointError as CheckpointError
 from wusharding.errors import ContextError as ContextError
 from wusharding.errors import CorruptCheckpointError as CorruptCheckpointError
@@ -16,6 +17,7 @@ from wusharding.transforms.optimizer import ShardedOptimizer as ShardedOptimizer
 from wusharding.transforms.optimizer import ShardedState as ShardedState
 from wusharding.transforms.optimizer import shard_updates as shard_updates
 from wusharding.transforms.step import ShardedStep as ShardedStep
+from wusharding.transforms.step import analyze as analyze
 from wusharding.transforms.step import shard_step as shard_step
 from wusharding.transforms.torus import torus_lines as torus_lines
 

@@ -15,7 +15,7 @@ from wusharding.analysis.decide import Value, decide, flat_placement
 from wusharding.analysis.placement import Placement, Replicas, Tiles, replicated
 from wusharding.analysis.propagate import Hints, Propagation
 from wusharding.analysis.schedule import OwnedStage, Problem, Schedule, steps_of
-from wusharding.jaxprs import Aval, Program
+from wusharding.jaxprs import Aval, Program, is_extended
 
 MIN_ORPHAN_ELEMS = 1024  # of state that nothing splits: smaller ones are not worth a gather
 _GATHER_PENALTY = 50.0  # passes over the leaf that gathering it and working on the whole costs
@@ -241,6 +241,23 @@ def _moved_bytes(steps: Schedule, problems: Sequence[Problem]) -> dict[int, int]
         for entry in step.all_entries() if isinstance(step, OwnedStage) else ():
             moved[entry.leaf] = moved.get(entry.leaf, 0) + entry.aval.nbytes
     return moved
+
+
+def why_whole(
+    aval: Aval, placement: Placement, replicas: Replicas, min_shard_elems: int, otherwise: str
+) -> str:
+    """The reason why an array is not split, or nothing."""
+    if placement.span is not None:
+        return ""
+    if replicas.num_shards == 1:
+        return "the axes to shard over have size 1"
+    if is_extended(aval.dtype):
+        return "a PRNG key is not data to split"
+    if aval.size < 2:
+        return "has fewer than 2 elements"
+    if aval.size < min_shard_elems:
+        return f"smaller than min_shard_elems={min_shard_elems}"
+    return otherwise
 
 
 def hint_weights(

@@ -189,7 +189,7 @@ class Decider:
             return False
         for out in op.outs:
             self.values[out] = Value(placement, depth=depth, leaf=leaf)
-        self.steps.append(Compute(op, op.ins, op.outs))
+        self.steps.append(Compute(op, op.ins, op.outs, split=True))
         return True
 
     # ------------------------------------------------------------------------- running on pieces
@@ -331,7 +331,8 @@ class Decider:
                     for v, p in zip(op.outs, fit.outs, strict=True)
                 ),
             )
-        self.steps.append(Compute(op, moved, op.outs, view, masks))
+        split = any(p.span is not None for p in (*fit.ins, *fit.outs))
+        self.steps.append(Compute(op, moved, op.outs, view, masks, split))
 
     def _masks(self, ins: Sequence[int], fit: Fit) -> tuple[Mask, ...]:
         assert fit.partial is not None
@@ -455,13 +456,13 @@ class Decider:
                 )
             )
         if have.tiles == want.tiles:
-            return self._regroup(v, want)
-        whole = self._move("gather", v, replicated(len(aval.shape)))
+            return self._regroup(v, want, planned=not why)
+        whole = self._move("gather", v, replicated(len(aval.shape)), planned=not why)
         return whole if want.is_replicated else self._move("slice", whole, want)
 
-    def _regroup(self, v: int, want: Placement) -> int:
+    def _regroup(self, v: int, want: Placement, *, planned: bool) -> int:
         """Same tiles: gathers the split, and splits anew."""
-        whole = self._move("gather", v, want.without_span())
+        whole = self._move("gather", v, want.without_span(), planned=planned)
         return whole if want.span is None else self._move("slice", whole, want)
 
     def _move(
@@ -471,6 +472,8 @@ class Decider:
         after: Placement,
         reduction: Reduction | None = None,
         axes: tuple[str, ...] = (),
+        *,
+        planned: bool = False,
     ) -> int:
         key = (v, after)
         if key not in self.moved:
@@ -478,7 +481,7 @@ class Decider:
             dest = self._fresh(v, Value(after, depth=value.depth, leaf=value.leaf))
             self.moved[key] = dest
             self.steps.append(
-                Move(kind, v, dest, self.avals[v], value.placement, after, reduction, axes)  # type: ignore[arg-type]
+                Move(kind, v, dest, self.avals[v], value.placement, after, reduction, axes, planned)  # type: ignore[arg-type]
             )
         return self.moved[key]
 

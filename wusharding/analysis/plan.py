@@ -10,14 +10,12 @@ from collections.abc import Sequence
 from wusharding.analysis.layout import Layout, Leaf
 from wusharding.analysis.placement import Placement, Replicas
 from wusharding.analysis.schedule import (
-    Communicate,
-    Move,
     OwnedStage,
     Problem,
     Schedule,
-    row_widths,
     steps_of,
 )
+from wusharding.analysis.traffic import Traffic, traffic_of
 from wusharding.formats.buckets import BucketSizes
 from wusharding.jaxprs import Aval
 
@@ -43,16 +41,6 @@ class LeafPlan:
     logical_bytes: int
     held_bytes: int
     why: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Traffic:
-    """One kind of collective of a step: how many, and the bytes that one device puts into them."""
-
-    kind: str
-    purpose: str
-    count: int
-    operand_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,16 +110,16 @@ class Plan:
             + (f" ({self.num_replicas} replicas)" if self.num_replicas != self.num_shards else "")
         ]
         lines += [
-            f"  state      {_bytes(self.state_bytes)} in all, {_bytes(self.held_bytes)} on each "
-            "device, "
+            f"  state      {bytes_text(self.state_bytes)} in all, "
+            f"{bytes_text(self.held_bytes)} on each device, "
             f"{self.storage_factor:.4f} of a fair share",
-            f"  replicated {_bytes(self.replicated_bytes)} of it on every device",
+            f"  replicated {bytes_text(self.replicated_bytes)} of it on every device",
         ]
-        lines += ["", "Weights"] + _table(self.params)
-        lines += ["", "State"] + _table(self.state)
+        lines += ["", "Weights"] + leaf_lines(self.params)
+        lines += ["", "State"] + leaf_lines(self.state)
         lines += ["", "Collectives of a step (bytes that one device puts in)"]
         lines += [
-            f"  {t.kind:<15}{t.count:>5}  {_bytes(t.operand_bytes):>12}  {t.purpose}"
+            f"  {t.kind:<15}{t.count:>5}  {bytes_text(t.operand_bytes):>12}  {t.purpose}"
             for t in self.traffic
         ] or ["  none"]
         lines += [f"  {self.reduced_hint}"]
@@ -143,7 +131,7 @@ class Plan:
                 "",
                 "Gathered during the update, because an operation could not run on the pieces",
             ]
-            lines += _problems(self.whole)
+            lines += problem_lines(self.whole)
         return lines
 
 
@@ -173,8 +161,8 @@ def make_plan(
         num_shards=replicas.num_shards,
         num_replicas=replicas.num_replicas,
         axes=replicas.shard_axes,
-        params=tuple(_leaf_plan(leaf, replicas) for leaf in layout.params),
-        state=tuple(_leaf_plan(leaf, replicas) for leaf in (*layout.state, *masters)),
+        params=tuple(leaf_plan(leaf, replicas) for leaf in layout.params),
+        state=tuple(leaf_plan(leaf, replicas) for leaf in (*layout.state, *masters)),
         traffic=tuple(_traffic(layout, schedule, buckets, reduced=reduced)),
         whole=tuple(problems),
         owned=(len(jobs), len({j.owner for j in jobs})),
@@ -187,7 +175,8 @@ def make_plan(
     )
 
 
-def _leaf_plan(leaf: Leaf, replicas: Replicas) -> LeafPlan:
+def leaf_plan(leaf: Leaf, replicas: Replicas) -> LeafPlan:
+    """How one array is stored, for people."""
     tile = leaf.placement.tile_shape(leaf.shape, replicas)
     logical = math.prod(tile) * Aval((), leaf.dtype).nbytes
     return LeafPlan(
@@ -256,7 +245,7 @@ def _traffic(
                 "all-reduce", "gradients that stay whole", 1, sum(leaf.aval.nbytes for leaf in rest)
             )
         )
-    rows += _inner_traffic(schedule, replicas)
+    rows += traffic_of(schedule, replicas, buckets)
     if split:
         rows += [
             Traffic(
@@ -303,55 +292,19 @@ def _num_buckets(leaves: Sequence[Leaf], replicas: Replicas, buckets: BucketSize
     return count
 
 
-def _inner_traffic(schedule: Schedule, replicas: Replicas) -> list[Traffic]:
-    """Norms, gathers and exchanges that the update itself makes."""
-    sums, gathers = [0, 0], [0, 0]
-    exchange = [0, 0]
-    for step in steps_of(schedule):
-        moves = (
-            step.moves
-            if isinstance(step, Communicate)
-            else (step,)
-            if isinstance(step, Move)
-            else ()
-        )
-        for kind, total in (("reduce", sums), ("gather", gathers)):
-            found = [m for m in moves if m.kind == kind]
-            total[0] += bool(found)
-            total[1] += sum(m.aval.nbytes for m in found)
-        if isinstance(step, OwnedStage):
-            for parcels in (step.entries(), step.exits()):
-                for dtype, width in row_widths(parcels, replicas).items():
-                    exchange[0] += 1
-                    exchange[1] += width * replicas.num_shards * Aval((), dtype).nbytes
-    rows = []
-    if sums[0]:
-        rows.append(Traffic("all-reduce", "norms and other sums", sums[0], sums[1]))
-    if gathers[0]:
-        rows.append(
-            Traffic(
-                "all-gather", "values needed whole", gathers[0], gathers[1] // replicas.num_shards
-            )
-        )
-    if exchange[0]:
-        rows.append(
-            Traffic("all-to-all", "matrices to and from their owners", exchange[0], exchange[1])
-        )
-    return rows
-
-
 # ---------------------------------------------------------------------------------------- printing
 
 _MAX_ROWS = 60
 
 
-def _table(leaves: Sequence[LeafPlan]) -> list[str]:
+def leaf_lines(leaves: Sequence[LeafPlan]) -> list[str]:
+    """A line for each array, as far as a reader may want."""
     rows = [
         (
             leaf.path or "(root)",
             f"{leaf.dtype}{list(leaf.shape)}",
             leaf.format,
-            _bytes(leaf.held_bytes),
+            bytes_text(leaf.held_bytes),
             leaf.why,
         )
         for leaf in leaves[:_MAX_ROWS]
@@ -366,15 +319,23 @@ def _table(leaves: Sequence[LeafPlan]) -> list[str]:
     return lines or ["  none"]
 
 
-def _problems(problems: Sequence[Problem]) -> list[str]:
+def problem_lines(problems: Sequence[Problem]) -> list[str]:
+    """A line for each operation that gathers, with its source line."""
     seen: dict[tuple[str, str, str], int] = {}
     for p in problems:
         key = (p.primitive, p.why, p.source)
         seen[key] = seen.get(key, 0) + p.moved_bytes
-    return [f"  {prim:<16} {_bytes(n):>12}  {why}  [{src}]" for (prim, why, src), n in seen.items()]
+    return [
+        f"  {prim:<16} {bytes_text(n):>12}  {why}  [{src}]" for (prim, why, src), n in seen.items()
+    ]
 
 
-def _bytes(n: float) -> str:
+def bytes_text(n: float) -> str:
+    """A size in the unit that suits it.
+
+    >>> bytes_text(1536)
+    '1.50 KiB'
+    """
     for unit in ("B", "KiB", "MiB", "GiB"):
         if n < 1024 or unit == "GiB":
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"

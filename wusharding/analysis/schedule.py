@@ -29,13 +29,17 @@ class Mask(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Compute:
-    """Runs one operation on local pieces, after filling padding that must not count."""
+    """Runs one operation on local pieces, after filling padding that must not count.
+
+    `split` tells that the pieces are shards, and not the whole on every replica.
+    """
 
     op: Op
     ins: tuple[int, ...]
     outs: tuple[int, ...]
     view: LocalView | None = None
     masks: tuple[Mask, ...] = ()
+    split: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +58,8 @@ class Move:
     """Takes value `source` from one placement to another and calls it `dest`.
 
     `kind` is "slice" (no communication), "gather", or "reduce": a partial value, finished over
-    `axes` with `reduction`, whole or scattered to `after`.
+    `axes` with `reduction`, whole or scattered to `after`. A gather is `planned` where weights are
+    meant to be whole, and not where an operation could not run on pieces.
     """
 
     kind: Literal["slice", "gather", "reduce"]
@@ -65,6 +70,7 @@ class Move:
     after: Placement
     reduction: Reduction | None = None
     axes: tuple[str, ...] = ()
+    planned: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wusharding.analysis.assign import MIN_ORPHAN_ELEMS, Update, assign, decided
+from wusharding.analysis.assign import MIN_ORPHAN_ELEMS, Update, assign, decided, why_whole
 from wusharding.analysis.choose import FormatChoice, Target, bucket_sizes, lanes_of
 from wusharding.analysis.decide import Value, decide
 from wusharding.analysis.layout import Layout, Leaf
@@ -20,7 +20,7 @@ from wusharding.analysis.plan import Plan, make_plan
 from wusharding.analysis.propagate import Propagation
 from wusharding.analysis.schedule import Problem, Schedule
 from wusharding.errors import StateMismatchError, UnsupportedOptimizerError
-from wusharding.jaxprs import Aval, Program, is_extended, prune, trace
+from wusharding.jaxprs import Aval, Program, prune, trace
 from wusharding.transforms.context import is_tracer
 
 
@@ -170,24 +170,15 @@ class Programs:
         replicas: Replicas,
         target: Target,
     ) -> tuple[Leaf, ...]:
+        orphan = f"only used whole, and smaller than {MIN_ORPHAN_ELEMS} elements"
+
+        def why(aval: Aval, placement: Placement) -> str:
+            return why_whole(aval, placement, replicas, self.options.min_shard_elems, orphan)
+
         return tuple(
-            Leaf(path, a.shape, a.dtype, p, lanes_of(p, a.shape, target), self._why(a, p, replicas))
+            Leaf(path, a.shape, a.dtype, p, lanes_of(p, a.shape, target), why(a, p))
             for path, a, p in zip(paths, avals, placements, strict=True)
         )
-
-    def _why(self, aval: Aval, placement: Placement, replicas: Replicas) -> str:
-        """The reason why an array is not split, or nothing."""
-        if placement.span is not None:
-            return ""
-        if replicas.num_shards == 1:
-            return "the axes to shard over have size 1"
-        if is_extended(aval.dtype):
-            return "a PRNG key is not data to split"
-        if aval.size < 2:
-            return "has fewer than 2 elements"
-        if aval.size < self.options.min_shard_elems:
-            return f"smaller than min_shard_elems={self.options.min_shard_elems}"
-        return f"only used whole, and smaller than {MIN_ORPHAN_ELEMS} elements"
 
     def _trace_init(
         self, treedef: Any, avals: Sequence[Aval], layout: Layout | None = None

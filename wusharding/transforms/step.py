@@ -10,13 +10,14 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from wusharding.analysis.assign import assign, decided
+from wusharding.analysis.assign import assign, decided, why_whole
 from wusharding.analysis.choose import FormatChoice, Target, bucket_sizes, lanes_of
 from wusharding.analysis.layout import Leaf
 from wusharding.analysis.placement import Placement, Replicas, Tiles, spec_tiles
 from wusharding.analysis.replication import Spread
-from wusharding.analysis.schedule import Problem, Schedule
+from wusharding.analysis.schedule import Schedule
 from wusharding.analysis.step import StepUpdate, find_update
+from wusharding.analysis.step_plan import StepPlan, make_step_plan
 from wusharding.errors import ContextError, StateMismatchError
 from wusharding.formats.buckets import BucketSizes
 from wusharding.jaxprs import Aval, Program, prune, trace_step
@@ -36,6 +37,7 @@ from wusharding.transforms.storage import Storage
 from wusharding.transforms.trees import matched, nodes
 
 PyTree = Any
+_UNREACHED = "no split weight's update meets it"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +64,7 @@ class Built:
       outs: how each array that it returns is stored.
       args_def: tree of the arguments.
       out_shape: what it returns, in logical shapes.
-      schedule: the steps of one device.
-      problems: what could not run on pieces.
+      plan: what was decided.
       fun: the compiled function, of arguments as they are stored.
     """
 
@@ -73,8 +74,7 @@ class Built:
     outs: tuple[Leaf, ...]
     args_def: Any
     out_shape: Any
-    schedule: Schedule
-    problems: list[Problem]
+    plan: StepPlan
     fun: Any
 
     @property
@@ -231,6 +231,19 @@ class ShardedStep:
         """The arguments as the step keeps them, as `jax.ShapeDtypeStruct`s with shardings."""
         return self._described(self._for(args))
 
+    @property
+    def plan(self) -> StepPlan:
+        """What was found and decided, for the arguments of the last call (see `plan_for`)."""
+        if self._last is None:
+            raise StateMismatchError(
+                "plan: the step has seen no arguments yet: call it, or plan_for(*args)."
+            )
+        return self._last.plan
+
+    def plan_for(self, *args: Any) -> StepPlan:
+        """The same for these arguments (shapes suffice), without running anything."""
+        return self._for(args).plan
+
     # -------------------------------------------------------------------------------------- looking
 
     def _find(self, treedef: Any, leaves: Sequence[Any]) -> tuple[Built, Sequence[Leaf]]:
@@ -313,12 +326,18 @@ class ShardedStep:
         for (i, _), p in zip(update.aux, found.state, strict=True):
             placements[i] = p
 
-        def leaf(path: str, aval: Aval, p: Placement) -> Leaf:
-            return Leaf(path, aval.shape, aval.dtype, p, lanes_of(p, aval.shape, target))
+        reasons = [""] * len(program.inputs)
+        for pairs, splits in ((update.weights, found.params), (update.aux, found.state)):
+            for (i, _), p in zip(pairs, splits, strict=True):
+                aval = program.avals[program.inputs[i]]
+                reasons[i] = why_whole(aval, p, replicas, options.min_shard_elems, _UNREACHED)
+
+        def leaf(path: str, aval: Aval, p: Placement, why: str = "") -> Leaf:
+            return Leaf(path, aval.shape, aval.dtype, p, lanes_of(p, aval.shape, target), why)
 
         ins = tuple(
-            leaf(path, program.avals[v], p)
-            for path, v, p in zip(paths, program.inputs, placements, strict=True)
+            leaf(path, program.avals[v], p, why)
+            for path, v, p, why in zip(paths, program.inputs, placements, reasons, strict=True)
         )
         out_paths, _, _ = flatten_with_paths(out_shape)
         outs = tuple(
@@ -328,7 +347,9 @@ class ShardedStep:
         donate = self._donate
         if donate is None:
             donate = [k for k, d in enumerate(_per_argument(args, donated)) if d]
-        run = _runner(context, ins, outs, schedule, bucket_sizes(options.bucket_bytes, target))
+        buckets = bucket_sizes(options.bucket_bytes, target)
+        plan = make_step_plan(update, ins, schedule, problems, replicas, buckets)
+        run = _runner(context, ins, outs, schedule, buckets)
         out_def = jax.tree.structure(out_shape)
 
         def fun(*args: Any) -> Any:
@@ -341,8 +362,7 @@ class ShardedStep:
             outs,
             treedef,
             out_shape,
-            schedule,
-            problems,
+            plan,
             jax.jit(fun, donate_argnums=tuple(donate)),
         )
 
@@ -503,3 +523,15 @@ def _under(mesh: Any) -> Any:
     if not jax.sharding.get_abstract_mesh().empty:
         return jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
     return jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
+
+
+def analyze(step: Callable[..., Any], *args: Any, **options: Any) -> StepPlan:
+    """Explains what `shard_step` would do with a train step; runs and compiles nothing.
+
+    Args:
+      step: as for `shard_step`, or a `ShardedStep`.
+      *args: its arguments; `jax.ShapeDtypeStruct`s suffice, with shardings for what is split.
+      **options: as for `shard_step`.
+    """
+    sharded = step if isinstance(step, ShardedStep) else shard_step(step, **options)
+    return sharded.plan_for(*args)

@@ -1,0 +1,147 @@
+"""`shard_step`: the whole step, found as it is written."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import wusharding as wus
+from large_scale.hlo import collectives
+
+TX = optax.adam(1e-2)
+
+
+def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    hidden = jnp.tanh(x @ params["w1"] + params["b1"])
+    return jnp.mean((hidden @ params["w2"] - y) ** 2)
+
+
+def global_step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
+    loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+    updates, state = TX.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+
+def replica_step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
+    loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+    loss, grads = lax.pmean((loss, grads), "data")
+    updates, state = TX.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+
+def in_shard_map(mesh: Mesh, *, check_vma: bool) -> Callable[..., Any]:
+    return jax.shard_map(
+        replica_step,
+        mesh=mesh,
+        in_specs=(P(), P(), P("data"), P("data")),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+
+
+def arguments(mesh: Mesh) -> tuple[Any, ...]:
+    rng = np.random.default_rng(0)
+    params = {
+        "w1": jnp.asarray(rng.normal(size=(17, 16)), jnp.float32),
+        "b1": jnp.zeros(16),
+        "w2": jnp.asarray(rng.normal(size=(16, 3)), jnp.float32),
+    }
+    x = jnp.asarray(rng.normal(size=(32, 17)), jnp.float32)
+    y = jnp.asarray(rng.normal(size=(32, 3)), jnp.float32)
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    return (params, TX.init(params), *jax.device_put((x, y), NamedSharding(mesh, P("data"))))
+
+
+def run(step: Callable[..., Any], args: tuple[Any, ...], turns: int = 3) -> Any:
+    params, state, *batch = args
+    for _ in range(turns):
+        params, state, loss = step(params, state, *batch)
+    return params, state, loss
+
+
+def assert_close(found: Any, wanted: Any, tolerance: float = 1e-6) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture(params=["explicit", "auto"])
+def mesh(request: pytest.FixtureRequest, mesh8_explicit: Mesh, mesh8_auto: Mesh) -> Mesh:
+    return mesh8_explicit if request.param == "explicit" else mesh8_auto
+
+
+KINDS = ["global", "shard_map, checked", "shard_map, unchecked"]
+
+
+def written(kind: str, mesh: Mesh) -> Callable[..., Any]:
+    if kind == "global":
+        return global_step
+    return in_shard_map(mesh, check_vma=kind == "shard_map, checked")
+
+
+@pytest.mark.parametrize("weights", ["whole", "split"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_step_as_written(kind: str, weights: Any, mesh: Mesh) -> None:
+    args = arguments(mesh)
+    wanted = run(jax.jit(written(kind, mesh)), args)
+    step = wus.shard_step(written(kind, mesh), mesh=mesh, weights=weights)
+    params, state, loss = run(step, args)
+    mu = state[0].mu["w1"]
+    assert mu.addressable_shards[0].data.size == 34  # of 272
+    assert_close((step.unshard(params), step.unshard(state), loss), wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_scattered_and_nothing_else_is_large(kind: str, mesh: Mesh) -> None:
+    args = arguments(mesh)
+    step = wus.shard_step(written(kind, mesh), mesh=mesh)
+    found = collectives(step.lower(*args).compile().as_text())
+    kinds = sorted(c.kind for c in found)
+    assert kinds == ["all-gather", "all-reduce", "reduce-scatter"]
+    for planned in step.plan.traffic:
+        (real,) = [c for c in found if c.kind == planned.kind]
+        assert real.operand_bytes == planned.operand_bytes
+
+
+def test_the_second_call_compiles_nothing_and_moves_nothing(mesh: Mesh) -> None:
+    step = wus.shard_step(global_step, mesh=mesh)
+    args = arguments(mesh)
+    params, state, _ = run(step, args, turns=1)
+    with jax.transfer_guard("disallow"), jax.log_compiles(False):
+        params, state, _ = step(params, state, *args[2:])
+        params, state, _ = step(params, state, *args[2:])
+    assert step._last is not None
+    assert step._last.fun._cache_size() == 1
+
+
+def test_arguments_are_donated_as_the_user_said(mesh: Mesh) -> None:
+    step = wus.shard_step(jax.jit(global_step, donate_argnums=(0, 1)), mesh=mesh)
+    args = arguments(mesh)
+    params, state, *batch = step.shard(*args)
+    step(params, state, *batch)
+    assert all(x.is_deleted() for x in jax.tree.leaves((params, state)))
+    assert not any(x.is_deleted() for x in batch)
+
+
+def test_a_value_of_one_replica_is_not_taken_for_replicated(mesh8_explicit: Mesh) -> None:
+    def noisy(params: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
+        params, state, loss = replica_step(params, state, x, y)
+        noise = lax.axis_index("data").astype(jnp.float32)
+        return jax.tree.map(lambda p: p + noise, params), state, loss
+
+    step = jax.shard_map(
+        noisy,
+        mesh=mesh8_explicit,
+        in_specs=(P(), P(), P("data"), P("data")),
+        out_specs=P(),
+        check_vma=False,
+    )
+    with pytest.raises(wus.ReplicationError, match="may differ between replicas"):
+        wus.shard_step(step, mesh=mesh8_explicit)(*arguments(mesh8_explicit))

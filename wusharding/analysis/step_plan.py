@@ -1,0 +1,184 @@
+"""`StepPlan`: what was found in a train step and decided for it, as data that prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+
+from wusharding.analysis.layout import Leaf
+from wusharding.analysis.placement import Replicas
+from wusharding.analysis.plan import (
+    LeafPlan,
+    bytes_text,
+    leaf_lines,
+    leaf_plan,
+    problem_lines,
+)
+from wusharding.analysis.replication import SUMS, Facts
+from wusharding.analysis.schedule import (
+    Compute,
+    OwnedStage,
+    Problem,
+    Schedule,
+    steps_of,
+)
+from wusharding.analysis.step import StepUpdate
+from wusharding.analysis.traffic import Traffic, traffic_of
+from wusharding.formats.buckets import BucketSizes
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """What is sharded in a train step, what it saves and moves, and what is not and why.
+
+    `print(plan)` explains it; `plan.to_json()` is the same as data.
+
+    Args:
+      num_shards: N.
+      num_replicas: replicas that hold the same weights; more than N with a subgroup.
+      axes: mesh axes that are sharded over.
+      weights: arrays that go round and that the forward pass reads.
+      state: arrays that go round and that it does not read.
+      update_ops: operations of the update, and how many of them run on shards.
+      before: sums over replicas in the step as it is written.
+      traffic: collectives of the sharded step.
+      whole: operations that needed a split value whole, with their source lines.
+      owned: matrix jobs that one replica does for all: their number, and that of the replicas.
+    """
+
+    num_shards: int
+    num_replicas: int
+    axes: tuple[str, ...]
+    weights: tuple[LeafPlan, ...]
+    state: tuple[LeafPlan, ...]
+    update_ops: tuple[int, int]
+    before: tuple[Traffic, ...]
+    traffic: tuple[Traffic, ...]
+    whole: tuple[Problem, ...]
+    owned: tuple[int, int]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of state on each device before: all of it, unpadded."""
+        return sum(leaf.logical_bytes for leaf in self.state)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of state on each device, sharded."""
+        return sum(leaf.held_bytes for leaf in self.state)
+
+    @property
+    def weight_bytes(self) -> tuple[int, int]:
+        """Bytes of the weights on each device, before and between sharded steps."""
+        return (
+            sum(leaf.logical_bytes for leaf in self.weights),
+            sum(leaf.held_bytes for leaf in self.weights),
+        )
+
+    def to_json(self) -> str:
+        """The plan as JSON, totals included."""
+        data = dataclasses.asdict(self) | {
+            "state_bytes": self.state_bytes,
+            "held_bytes": self.held_bytes,
+            "weight_bytes": self.weight_bytes,
+        }
+        return json.dumps(data, indent=2, default=str)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> list[str]:
+        replicas = (
+            f" ({self.num_replicas} replicas)" if self.num_replicas != self.num_shards else ""
+        )
+        total, split = self.update_ops
+        before, after = self.weight_bytes
+        lines = [
+            f"Weight update sharded {self.num_shards} ways over {', '.join(self.axes)}{replicas}",
+            f"  update     {split} of {total} operations on shards",
+            f"  state      {bytes_text(self.state_bytes)} on each device before, "
+            f"{bytes_text(self.held_bytes)} now",
+            f"  weights    {bytes_text(before)} on each device before, {bytes_text(after)} now",
+        ]
+        lines += ["", "Weights"] + leaf_lines(self.weights)
+        lines += ["", "State"] + leaf_lines(self.state)
+        lines += ["", "Sums over replicas in the step as written (bytes that one device puts in)"]
+        lines += _traffic_lines(self.before)
+        lines += ["", "Collectives of the sharded step"]
+        lines += _traffic_lines(self.traffic)
+        if self.owned[0]:
+            jobs, owners = self.owned
+            lines += ["", f"Matrix work: {jobs} jobs, each done once, shared by {owners} replicas"]
+        if self.whole:
+            lines += ["", "Gathered, because an operation could not run on the pieces"]
+            lines += problem_lines(self.whole)
+        return lines
+
+
+def _traffic_lines(rows: Sequence[Traffic]) -> list[str]:
+    return [
+        f"  {t.kind:<15}{t.count:>5}  {bytes_text(t.operand_bytes):>12}  {t.purpose}" for t in rows
+    ] or ["  none"]
+
+
+def make_step_plan(
+    update: StepUpdate,
+    ins: Sequence[Leaf],
+    schedule: Schedule,
+    problems: Sequence[Problem],
+    replicas: Replicas,
+    buckets: BucketSizes,
+) -> StepPlan:
+    """The plan of one step, from what was found and decided.
+
+    Args:
+      update: the step and what in it is what.
+      ins: how each argument array is stored.
+      schedule: the steps of one device.
+      problems: what could not run on pieces.
+      replicas: the mesh.
+      buckets: which arrays travel together.
+    """
+    steps = steps_of(schedule)
+    jobs = [j for s in steps if isinstance(s, OwnedStage) for j in s.jobs]
+    found = {id(op) for op in update.region.update(update.program)}
+    split = sum(1 for s in steps if isinstance(s, Compute) and id(s.op) in found and s.split)
+    return StepPlan(
+        num_shards=replicas.num_shards,
+        num_replicas=replicas.num_replicas,
+        axes=replicas.shard_axes,
+        weights=tuple(leaf_plan(ins[i], replicas) for i, _ in update.weights),
+        state=tuple(leaf_plan(ins[i], replicas) for i, _ in update.aux),
+        update_ops=(len(found), split),
+        before=tuple(sums_as_written(update.facts, replicas)),
+        traffic=tuple(traffic_of(schedule, replicas, buckets)),
+        whole=tuple(problems),
+        owned=(len(jobs), len({j.owner for j in jobs})),
+    )
+
+
+def sums_as_written(facts: Facts, replicas: Replicas) -> list[Traffic]:
+    """The sums over replicas of a step as its author wrote it, one all-reduce each."""
+    rows: dict[str, list[int]] = {}
+    for purpose, nbytes in _sums(facts, frozenset(replicas.reduce_axes), 1, ""):
+        total = rows.setdefault(purpose, [0, 0])
+        total[0] += 1
+        total[1] += nbytes
+    return [Traffic("all-reduce", purpose, *total) for purpose, total in rows.items()]
+
+
+def _sums(facts: Facts, axes: frozenset[str], turns: int, where: str) -> Iterable[tuple[str, int]]:
+    program = facts.program
+    for k, op in enumerate(program.ops):
+        if op.subs:
+            length = op.params["length"] if op.name == "scan" else 1
+            inside = " in a loop" if op.name in ("scan", "while") else where
+            for body in facts.bodies.get(k, ()):
+                yield from _sums(body, axes, turns * length, inside)
+            continue
+        before = any(facts.spreads[v].axes() & axes for v in op.ins)
+        after = any(facts.spreads[v].axes() & axes for v in op.outs)
+        if k in facts.touched and before and not after:
+            size = sum(program.avals[v].nbytes for v in op.outs) * turns
+            yield ("sums" if op.name in SUMS else "sums of the batch") + where, size

@@ -1,0 +1,111 @@
+"""The collectives of a schedule, counted as the interpreter will make them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from wusharding.analysis.placement import Placement, Replicas
+from wusharding.analysis.schedule import (
+    Communicate,
+    Control,
+    Move,
+    OwnedStage,
+    Schedule,
+    row_widths,
+)
+from wusharding.formats.buckets import BucketSizes
+from wusharding.jaxprs import Aval
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """One kind of collective of a step: how many, and the bytes that one device puts into them."""
+
+    kind: str
+    purpose: str
+    count: int
+    operand_bytes: int
+
+
+def traffic_of(schedule: Schedule, replicas: Replicas, buckets: BucketSizes) -> list[Traffic]:
+    """The collectives of one run of a schedule; a `while` loop counts as one turn."""
+    return _merged(_walk(schedule, replicas, buckets))
+
+
+def _walk(schedule: Schedule, replicas: Replicas, buckets: BucketSizes) -> Iterable[Traffic]:
+    for step in schedule.steps:
+        if isinstance(step, Communicate):
+            yield from _moves(step.moves, replicas, buckets)
+        elif isinstance(step, OwnedStage):
+            for parcels in (step.entries(), step.exits()):
+                for dtype, width in row_widths(parcels, replicas).items():
+                    size = width * replicas.num_shards * Aval((), dtype).nbytes
+                    yield Traffic("all-to-all", "matrices to and from their owners", 1, size)
+        elif isinstance(step, Control):
+            turns = step.op.params["length"] if step.op.name == "scan" else 1
+            for body in step.bodies:
+                for row in _walk(body, replicas, buckets):
+                    yield dataclasses.replace(
+                        row, count=row.count * turns, operand_bytes=row.operand_bytes * turns
+                    )
+
+
+def _moves(moves: Sequence[Move], replicas: Replicas, buckets: BucketSizes) -> Iterable[Traffic]:
+    scattered = [m for m in moves if m.kind == "reduce" and _is_split(m.after, m.before)]
+    gathered = [m for m in moves if m.kind == "gather"]
+    summed = [m for m in moves if m.kind == "reduce" and not _is_split(m.after, m.before)]
+    for axes in dict.fromkeys((m.reduction, m.axes) for m in summed):
+        rows = [_local(m, m.before, replicas) for m in summed if (m.reduction, m.axes) == axes]
+        for dtype in dict.fromkeys(a.dtype for a in rows):
+            same = [a for a in rows if a.dtype == dtype]
+            count = len(buckets.fill([a.size for a in same], Aval((), dtype).nbytes))
+            size = sum(a.nbytes for a in same)
+            yield Traffic("all-reduce", "norms, losses and other sums", count, size)
+    yield from _phases("reduce-scatter", "gradients", scattered, replicas, buckets)
+    for move in scattered:
+        if any(a not in replicas.shard_axes for a in move.axes):
+            shard = _local(move, move.after, replicas).nbytes
+            yield Traffic("all-reduce", "gradient shards, between subgroups", 1, shard)
+    for planned, purpose in ((True, "weights"), (False, "values needed whole")):
+        split = [m for m in gathered if m.planned == planned and m.before.span is not None]
+        yield from _phases("all-gather", purpose, split, replicas, buckets)
+        for move in gathered:
+            if move.planned == planned and move.before.tiles != move.after.tiles:
+                size = _local(move, move.before, replicas).nbytes
+                yield Traffic("all-gather", purpose, 1, size)
+
+
+def _phases(
+    kind: str, purpose: str, moves: Sequence[Move], replicas: Replicas, buckets: BucketSizes
+) -> Iterable[Traffic]:
+    """Rows for what is scattered or gathered together, one for each phase."""
+    gathers = kind == "all-gather"
+    for dtype in dict.fromkeys(m.aval.dtype for m in moves):
+        same = [m for m in moves if m.aval.dtype == dtype]
+        elems = [_local(m, m.before if gathers else m.after, replicas).size for m in same]
+        item = Aval((), dtype).nbytes
+        count = len(buckets.fill([n for n in elems if n], item * replicas.num_shards))
+        size = sum(elems) * item * replicas.num_shards
+        rows = []
+        for phase in replicas.phases:
+            where = f" along {phase.axis}" if len(replicas.phases) > 1 else ""
+            before, size = size, size // phase.size
+            rows.append(Traffic(kind, purpose + where, count, size if gathers else before))
+        yield from reversed(rows) if gathers else rows
+
+
+def _is_split(after: Placement, before: Placement) -> bool:
+    return after.span is not None and before.span is None
+
+
+def _local(move: Move, placement: Placement, replicas: Replicas) -> Aval:
+    return Aval(placement.local_shape(move.aval.shape, replicas), move.aval.dtype)
+
+
+def _merged(rows: Iterable[Traffic]) -> list[Traffic]:
+    totals: dict[tuple[str, str], tuple[int, int]] = {}
+    for row in rows:
+        count, size = totals.get((row.kind, row.purpose), (0, 0))
+        totals[row.kind, row.purpose] = (count + row.count, size + row.operand_bytes)
+    return [Traffic(kind, purpose, *total) for (kind, purpose), total in totals.items()]
