@@ -56,6 +56,32 @@ class Value(NamedTuple):
     leaf: int = -1
 
 
+class Case(NamedTuple):
+    """An operation for which a fit is sought, with the tiles that its factors will have."""
+
+    op: Op
+    rule: OpRule
+    factors: Factors
+    tiles: dict[int, tuple[str, ...]]
+    ins: list[int]
+
+    def takes(self, span: Span) -> bool:
+        """Whether the rule works on a value that is split so."""
+        return self.rule.merged_dims or span.hi - span.lo == 1
+
+    def split(self, labels: DimFactors, placement: Placement | None) -> Split | None:
+        """The split of a value, if it has one that the operation may follow.
+
+        A split is of what the tiles leave, so it counts only where the tiles can stay.
+        """
+        if placement is None or placement.span is None or not self.takes(placement.span):
+            return None
+        tiled = (self.tiles.get(label[0], ()) if label else () for label in labels)
+        if any(a != b for a, b in zip(tiled, placement.tiles, strict=True)):
+            return None
+        return split_of(labels, placement.span, self.factors)
+
+
 class NeedsWhole(Exception):
     """Raised in a loop body: an operation needs a split value whole at every turn."""
 
@@ -160,7 +186,7 @@ class Decider:
                 self._own(op, ins)
                 return
             ins = [self._left_job(v) for v in ins]
-        fit = self._fit(k, op, rule, factors, ins)
+        fit = self._fit(op, rule, factors, ins)
         if fit is not None:
             self._compute(op, rule, fit, ins, uniform=self.propagation.uniform[k])
         elif all(self.values[v].placement.is_replicated for v in ins):
@@ -194,50 +220,33 @@ class Decider:
 
     # ------------------------------------------------------------------------- running on pieces
 
-    def _fit(self, k: int, op: Op, rule: OpRule, factors: Factors, ins: list[int]) -> Fit | None:
+    def _fit(self, op: Op, rule: OpRule, factors: Factors, ins: list[int]) -> Fit | None:
         values = [self.values[v] for v in ins]
         tiles = tiles_of(factors, [v.placement for v in values], self.replicas)
+        case = Case(op, rule, factors, tiles, ins)
         axes = {a for t in tiles.values() for a in t}
         may_split = axes.isdisjoint(self.replicas.shard_axes)
-        splits = self._splits(op, rule, factors, tiles, ins) if may_split else []
-        fits = [self._accepted(rule, factors, tiles, s, ins) for s in splits]
+        splits = self._splits(case) if may_split else []
+        fits = [self._accepted(case, s) for s in splits]
         found = [f for f in fits if f is not None]
         if found:
             return min(found, key=lambda f: self._misplaced(op, f, ins))
         if any(v.placement.span for v in values):
-            return (
-                None if may_split or not tiles else self._accepted(rule, factors, tiles, None, ins)
-            )
-        fit = self._hinted(op, rule, factors, tiles, ins) if may_split and not rule.matrix else None
+            return None if may_split or not tiles else self._accepted(case, None)
+        fit = self._hinted(case) if may_split and not rule.matrix else None
         if fit is None and tiles:
-            fit = self._accepted(rule, factors, tiles, None, ins)
+            fit = self._accepted(case, None)
         return fit
 
-    def _splits(
-        self,
-        op: Op,
-        rule: OpRule,
-        factors: Factors,
-        tiles: dict[int, tuple[str, ...]],
-        ins: list[int],
-    ) -> list[Split]:
-        """The splits that operands come in and, if any comes split, those that results hint at.
-
-        A split is of what the tiles leave, so it counts only where the tiles can stay.
-        """
-        labelled = [(f, self.values[v].placement) for f, v in zip(factors.ins, ins, strict=True)]
-        if not any(p.span for _, p in labelled):
+    def _splits(self, case: Case) -> list[Split]:
+        """The splits that operands come in and, if any comes split, those that results hint at."""
+        placements = [self.values[v].placement for v in case.ins]
+        if not any(p.span for p in placements):
             return []
-        hints = zip(factors.outs, map(self.hints.get, op.outs), strict=True)
-        labelled += [(f, p) for f, p in hints if p is not None]
-        spans = [
-            (f, p.span)
-            for f, p in labelled
-            if p.span is not None
-            and (rule.merged_dims or p.span.hi - p.span.lo == 1)
-            and _keeps_tiles(f, p, tiles)
-        ]
-        return list(dict.fromkeys(split_of(f, span, factors) for f, span in spans))
+        found = [case.split(f, p) for f, p in zip(case.factors.ins, placements, strict=True)]
+        hints = map(self.hints.get, case.op.outs)
+        found += [case.split(f, p) for f, p in zip(case.factors.outs, hints, strict=True)]
+        return list(dict.fromkeys(s for s in found if s is not None))
 
     def _misplaced(self, op: Op, fit: Fit, ins: list[int]) -> int:
         """Elements that a fit makes move: operands that come, results that are wanted otherwise."""
@@ -252,59 +261,38 @@ class Decider:
                 moved += self.avals[v].size
         return moved
 
-    def _hinted(
-        self,
-        op: Op,
-        rule: OpRule,
-        factors: Factors,
-        tiles: dict[int, tuple[str, ...]],
-        ins: list[int],
-    ) -> Fit | None:
+    def _hinted(self, case: Case) -> Fit | None:
         """Nothing is split yet: follows the hint of a result, unless that needs a reduction."""
-        for label, out in zip(factors.outs, op.outs, strict=True):
-            hint = self.hints.get(out)
-            if hint is None or hint.span is None:
-                continue
-            if not rule.merged_dims and hint.span.hi - hint.span.lo > 1:
-                continue
-            if not _keeps_tiles(label, hint, tiles):
-                continue
-            fit = self._accepted(rule, factors, tiles, split_of(label, hint.span, factors), ins)
-            return fit if fit is not None and fit.partial is None else None
+        for label, out in zip(case.factors.outs, case.op.outs, strict=True):
+            split = case.split(label, self.hints.get(out))
+            if split is not None:
+                fit = self._accepted(case, split)
+                return fit if fit is not None and fit.partial is None else None
         return None
 
-    def _accepted(
-        self,
-        rule: OpRule,
-        factors: Factors,
-        tiles: dict[int, tuple[str, ...]],
-        split: Split | None,
-        ins: list[int],
-    ) -> Fit | None:
+    def _accepted(self, case: Case, split: Split | None) -> Fit | None:
         """A fit, unless it is worse than running on the whole."""
-        fit = try_fit(factors, tiles, split, self.replicas)
+        fit = try_fit(case.factors, case.tiles, split, self.replicas)
         if fit is None:
             return None
-        if not rule.merged_dims and any(
-            p.span and p.span.hi - p.span.lo > 1 for p in (*fit.ins, *fit.outs)
-        ):
+        if not all(case.takes(p.span) for p in (*fit.ins, *fit.outs) if p.span):
             return None
-        if rule.matrix and split is not None:
-            if fit.masked and self._outgrows(fit, factors, ins):
+        if case.rule.matrix and split is not None:
+            if fit.masked and self._outgrows(case):
                 return None
-            for v, want in zip(ins, fit.ins, strict=True):
+            for v, want in zip(case.ins, fit.ins, strict=True):
                 have = self.values[v].placement
                 if have.span is not None and have.span != want.span:
                     return None  # a gather for it: rather give the work to an owner
         return fit
 
-    def _outgrows(self, fit: Fit, factors: Factors, ins: list[int]) -> bool:
+    def _outgrows(self, case: Case) -> bool:
         """A contraction whose partial results cost more to add up than its operands to move."""
         size = 1
-        for label in factors.outs[0]:
+        for label in case.factors.outs[0]:
             for f in label:
-                size *= factors.sizes[f]
-        largest = max(self.avals[v].size for v in ins)
+                size *= case.factors.sizes[f]
+        largest = max(self.avals[v].size for v in case.ins)
         return size * self.replicas.num_shards > max(largest, self.replicas.num_shards)
 
     def _compute(self, op: Op, rule: OpRule, fit: Fit, ins: list[int], *, uniform: bool) -> None:
@@ -718,14 +706,6 @@ class Decider:
         owned = [OwnedStage(tuple(jobs)) for _, jobs in sorted(stages.items())]
         ready = set(self.program.inputs) | set(self.program.consts)
         return _order([*self.steps, *owned], ready)
-
-
-def _keeps_tiles(
-    labels: DimFactors, placement: Placement, tiles: dict[int, tuple[str, ...]]
-) -> bool:
-    """Whether the tiles of a value are those that its factors will have."""
-    found = (tiles.get(label[0], ()) if label else () for label in labels)
-    return all(a == b for a, b in zip(found, placement.tiles, strict=True))
 
 
 def _is_matrix_work(op: Op) -> bool:

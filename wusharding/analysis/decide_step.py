@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from wusharding.analysis.decide import Decider, Value
+from wusharding.analysis.decide import Case, Decider, Value
 from wusharding.analysis.fit import tiles_of
 from wusharding.analysis.placement import Placement, replicated, spec_tiles
 from wusharding.analysis.propagate import Propagation
@@ -239,7 +239,7 @@ class _StepDecider(Decider):
             self._whole(op, ins, "has no rule")
         else:
             tiles = tiles_of(factors, [self.values[v].placement for v in ins], self.replicas)
-            fit = self._accepted(rule, factors, tiles, None, ins)
+            fit = self._accepted(Case(op, rule, factors, tiles, ins), None)
             if fit is None:
                 self._whole(op, ins, "needs the whole of a dim that is split over replicas")
             else:

@@ -110,7 +110,7 @@ class Programs:
         """The layout of weights and state, in the form that the state keeps from step to step."""
         options = self.options
         masters = tuple(_master_dtype(a.dtype, options.master_dtype) for a in params.avals)
-        avals = [Aval(a.shape, m or a.dtype) for a, m in zip(params.avals, masters, strict=True)]
+        avals = _updated(params.avals, masters)
         _, state = self._trace_init(params.treedef, avals)
         grads_def, grads_of = _grads_tree(params.treedef)
 
@@ -199,10 +199,7 @@ class Programs:
 
     def _trace_for_layout(self, layout: Layout) -> tuple[Update, Any]:
         """Traces the update before its real extra arguments are known; also the new state."""
-        grads = [
-            Aval(leaf.shape, m or leaf.dtype)
-            for leaf, m in zip(layout.grads, layout.grad_masters, strict=True)
-        ]
+        grads = _updated(layout.grads, layout.grad_masters)
         if self.options.per_example:
             grads = [Aval((layout.replicas.num_replicas, *a.shape), a.dtype) for a in grads]
         given = self.options.extra_args
@@ -227,10 +224,7 @@ class Programs:
     def init(self, layout: Layout) -> Schedule:
         """The schedule of the wrapped `init` on shards of the weights."""
         if layout not in self._inits:
-            avals = [
-                Aval(leaf.shape, m or leaf.dtype)
-                for leaf, m in zip(layout.params, layout.masters, strict=True)
-            ]
+            avals = _updated(layout.params, layout.masters)
             program, _ = self._trace_init(layout.params_def, avals, layout)
             propagation = Propagation(program, layout.replicas)
             params = [leaf.placement for leaf in layout.params]
@@ -301,10 +295,7 @@ class Programs:
         apply: bool,
     ) -> tuple[Update, Any]:
         arrays, static, extra_def = split_extra(extra)
-        params = [
-            Aval(leaf.shape, m or leaf.dtype)
-            for leaf, m in zip(layout.params, layout.masters, strict=True)
-        ]
+        params = _updated(layout.params, layout.masters)
         new = tuple(apply or m is not None for m in layout.masters)
 
         def run(grads: Any, state: Any, params: Any, arrays: Any) -> Any:
@@ -410,6 +401,11 @@ def _master_dtype(dtype: Any, master: Any) -> Any:
     if master is None or not jnp.issubdtype(dtype, jnp.floating) or dtype == master:
         return None
     return jnp.dtype(master)
+
+
+def _updated(leaves: Sequence[Aval | Leaf], masters: Sequence[Any]) -> list[Aval]:
+    """Weights or their gradients as the wrapped optimizer gets them: in their masters' dtypes."""
+    return [Aval(x.shape, m or x.dtype) for x, m in zip(leaves, masters, strict=True)]
 
 
 def _structs(avals: Sequence[Aval]) -> list[jax.ShapeDtypeStruct]:

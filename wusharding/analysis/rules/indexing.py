@@ -87,9 +87,22 @@ def _gather_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
     return Factors((whole, tuple(indices)), (tuple(out),), sizes, {}, frozenset(blocked))
 
 
-def _local(dims: tuple[int, ...], where: tuple[int, ...]) -> tuple[int, ...]:
-    """The local dims that `dims` have become; merged ones are named once."""
-    return tuple(dict.fromkeys(where[d] for d in dims))
+def _local_numbers(op: Op, **where: tuple[int, ...]) -> dict[str, Any]:
+    """The parameters with local dims in the fields `where` of `dimension_numbers`.
+
+    Each field comes with the local position of every dim; merged ones are named once.
+    """
+    numbers = op.params["dimension_numbers"]
+    local = {
+        field: tuple(dict.fromkeys(position[d] for d in getattr(numbers, field)))
+        for field, position in where.items()
+    }
+    return op.params | {
+        "dimension_numbers": numbers._replace(**local),
+        # Padding of the indices holds anything.
+        "indices_are_sorted": False,
+        "unique_indices": False,
+    }
 
 
 def _gather_localize(op: Op, view: LocalView) -> dict[str, Any]:
@@ -102,19 +115,15 @@ def _gather_localize(op: Op, view: LocalView) -> dict[str, Any]:
         # Merged dims are taken whole, or are batch dims.
         if operand.count(operand[d]) == 1 or d in numbers.operand_batching_dims:
             slices[operand[d]] = min(n, slices[operand[d]])
-    return op.params | {
-        "dimension_numbers": numbers._replace(
-            offset_dims=_local(numbers.offset_dims, out),
-            collapsed_slice_dims=_local(numbers.collapsed_slice_dims, operand),
-            start_index_map=_local(numbers.start_index_map, operand),
-            operand_batching_dims=_local(numbers.operand_batching_dims, operand),
-            start_indices_batching_dims=_local(numbers.start_indices_batching_dims, indices),
-        ),
-        "slice_sizes": tuple(slices),
-        # Padding of the indices holds anything.
-        "indices_are_sorted": False,
-        "unique_indices": False,
-    }
+    params = _local_numbers(
+        op,
+        offset_dims=out,
+        collapsed_slice_dims=operand,
+        start_index_map=operand,
+        operand_batching_dims=operand,
+        start_indices_batching_dims=indices,
+    )
+    return params | {"slice_sizes": tuple(slices)}
 
 
 def _scatter_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
@@ -154,20 +163,15 @@ def _scatter_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
 
 
 def _scatter_localize(op: Op, view: LocalView) -> dict[str, Any]:
-    numbers = op.params["dimension_numbers"]
     operand, indices, updates = view.in_dims
-    return op.params | {
-        "dimension_numbers": numbers._replace(
-            update_window_dims=_local(numbers.update_window_dims, updates),
-            inserted_window_dims=_local(numbers.inserted_window_dims, operand),
-            scatter_dims_to_operand_dims=_local(numbers.scatter_dims_to_operand_dims, operand),
-            operand_batching_dims=_local(numbers.operand_batching_dims, operand),
-            scatter_indices_batching_dims=_local(numbers.scatter_indices_batching_dims, indices),
-        ),
-        # Padding of the indices holds anything.
-        "indices_are_sorted": False,
-        "unique_indices": False,
-    }
+    return _local_numbers(
+        op,
+        update_window_dims=updates,
+        inserted_window_dims=operand,
+        scatter_dims_to_operand_dims=operand,
+        operand_batching_dims=operand,
+        scatter_indices_batching_dims=indices,
+    )
 
 
 def _starts(first: int) -> Callable[[Op, LocalView], tuple[int, ...]]:
