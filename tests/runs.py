@@ -81,7 +81,13 @@ def assert_same_bits(found: Tree, wanted: Tree) -> None:
         np.testing.assert_array_equal(a, b, err_msg=where)
 
 
-# --------------------------------------------------------------------------------------- reference
+# ------------------------------------------------------------------------------- weights, reference
+
+
+def leaf(*shape: int, seed: int = 0) -> np.ndarray:
+    """Odd multiples of 1/32, of either sign: `f32[*shape]`."""
+    rng = np.random.default_rng([seed, *shape])
+    return ((2 * rng.integers(-20, 20, shape) + 1) / 32).astype(np.float32)
 
 
 def batches(params: Tree, num_replicas: int = 8, steps: int = 3) -> list[Tree]:

@@ -31,6 +31,7 @@ from tests.runs import (
     entries,
     hlo_of,
     layout_of_arrays,
+    leaf,
     linear,
     mean_of,
     mesh_of,
@@ -44,12 +45,6 @@ from tests.runs import (
 )
 
 Tree = Any
-
-
-def leaf(*shape: int, seed: int = 0) -> np.ndarray:
-    """Odd multiples of 1/32, of either sign."""
-    rng = np.random.default_rng([seed, *shape])
-    return ((2 * rng.integers(-20, 20, shape) + 1) / 32).astype(np.float32)
 
 
 def odd_params() -> Tree:

@@ -27,6 +27,7 @@ from tests.runs import (
     groups_of,
     hlo_of,
     layout_of_arrays,
+    leaf,
     linear,
     mean_of,
     mesh_of,
@@ -45,11 +46,6 @@ Tree = Any
 
 def params_of_all_kinds() -> Tree:
     """A leaf that needs padding, one that needs none, one that stays replicated."""
-    rng = np.random.default_rng(3)
-
-    def leaf(*shape: int) -> np.ndarray:
-        return (2 * rng.integers(-20, 20, shape) + 1).astype(np.float32) / 32
-
     return {"w": leaf(17, 12), "b": leaf(13), "s": leaf(), "even": leaf(16, 3)}
 
 
@@ -735,10 +731,10 @@ def coarse_grads(params: Tree, steps: int = 3) -> list[Tree]:
 
     rng = np.random.default_rng(6)
 
-    def leaf(x: Any) -> Any:
+    def scaled(x: Any) -> Any:
         return (rng.integers(-3, 4, (8, *x.shape)) / 32).astype(x.dtype)
 
-    return [jax.tree.map(leaf, params) for _ in range(steps)]
+    return [jax.tree.map(scaled, params) for _ in range(steps)]
 
 
 def master_run(
@@ -820,13 +816,13 @@ def test_small_leaves_stay_whole_and_the_plan_says_why(least):
     steps = batches(params)
     loop = training("checked", optax.lamb(0.01), params, min_shard_elems=least)
     plan = loop.tx.plan(loop.params)
-    for leaf in plan.params:
-        elems = int(np.prod(leaf.shape))
+    for planned in plan.params:
+        elems = int(np.prod(planned.shape))
         whole = elems < max(least, 2)
-        assert (leaf.format == "replicated") == whole
-        assert bool(leaf.why) == whole
+        assert (planned.format == "replicated") == whole
+        assert bool(planned.why) == whole
         if whole and elems > 1:
-            assert f"min_shard_elems={least}" in leaf.why
+            assert f"min_shard_elems={least}" in planned.why
     specs = {name: spec_of(x) for name, x in loop.state.inner[0].mu.items()}
     assert {name for name, spec in specs.items() if not spec} == {
         name for name, x in params.items() if x.size < max(least, 2)
