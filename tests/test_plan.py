@@ -81,6 +81,9 @@ def test_predicted_bytes_are_those_of_the_hlo(name: str, mesh8_explicit: Mesh) -
         assert abs(predicted[kind][1] - size) <= max(0.01 * size, 8), (kind, predicted, measured)
 
 
+_ABOUT_256_KIB = {"a": (256, 256), "b": (64,), "c": (512, 129), "d": (256, 255), "e": (100, 161)}
+
+
 @pytest.mark.parametrize(
     ("options", "count"),
     [
@@ -94,10 +97,20 @@ def test_predicted_bytes_are_those_of_the_hlo(name: str, mesh8_explicit: Mesh) -
 )
 def test_predicted_buckets_are_those_of_the_hlo(options, count, mesh8_explicit: Mesh) -> None:
     tx = wus.shard_updates(optax.sgd(1e-3, momentum=0.9), mesh=mesh8_explicit, **options)
-    shapes = {"a": (256, 256), "b": (64,), "c": (512, 129), "d": (256, 255), "e": (100, 161)}
-    predicted, measured = _traffic(tx, mesh8_explicit, shapes)
+    predicted, measured = _traffic(tx, mesh8_explicit, _ABOUT_256_KIB)
     assert predicted == measured
     assert measured["reduce-scatter"][0] == measured["all-gather"][0] == count
+
+
+def test_predicted_gathers_are_of_the_dtype_that_travels(mesh8_explicit: Mesh) -> None:
+    momentum = optax.sgd(1e-3, momentum=0.9)
+    tx = wus.shard_updates(momentum, mesh=mesh8_explicit, gather_dtype=jnp.bfloat16)
+    predicted, measured = _traffic(tx, mesh8_explicit, _ABOUT_256_KIB)
+    assert predicted["reduce-scatter"] == measured["reduce-scatter"]
+    count, size = predicted["all-gather"]
+    # XLA's CPU backend gathers bfloat16 as float32.
+    assert (count, 2 * size) == measured["all-gather"]
+    assert count == 1  # what travels alone in float32 does not in bfloat16
 
 
 def _traffic(tx, mesh, shapes) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:

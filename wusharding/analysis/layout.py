@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from wusharding.analysis.placement import Placement, Replicas
@@ -97,6 +98,17 @@ def _spec(axes: list[tuple[str, ...]]) -> PartitionSpec:
     while axes and not axes[-1]:
         axes.pop()
     return PartitionSpec(*(a[0] if len(a) == 1 else a or None for a in axes))
+
+
+def travel_dtype(dtype: Any, gather_dtype: Any) -> Any:
+    """The dtype in which an array of `dtype` is gathered: floating ones in `gather_dtype`, if any.
+
+    >>> travel_dtype(jnp.dtype("float32"), jnp.dtype("bfloat16"))
+    dtype(bfloat16)
+    """
+    if gather_dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        return dtype
+    return gather_dtype
 
 
 @jax.tree_util.register_static

@@ -6,8 +6,9 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
-from wusharding.analysis.layout import Layout, Leaf
+from wusharding.analysis.layout import Layout, Leaf, travel_dtype
 from wusharding.analysis.placement import Placement, Replicas
 from wusharding.analysis.schedule import (
     OwnedStage,
@@ -141,6 +142,7 @@ def make_plan(
     problems: Sequence[Problem],
     buckets: BucketSizes,
     *,
+    gather_dtype: Any,
     reduced: bool,
 ) -> Plan:
     """The plan of one optimizer, from what was decided.
@@ -150,6 +152,7 @@ def make_plan(
       schedule: the steps of one update.
       problems: what could not run on pieces.
       buckets: which arrays travel together.
+      gather_dtype: dtype in which weights or updates are gathered; None leaves it to them.
       reduced: gradients are known to arrive reduced.
     """
     replicas = layout.replicas
@@ -163,7 +166,9 @@ def make_plan(
         axes=replicas.shard_axes,
         params=tuple(leaf_plan(leaf, replicas) for leaf in layout.params),
         state=tuple(leaf_plan(leaf, replicas) for leaf in (*layout.state, *masters)),
-        traffic=tuple(_traffic(layout, schedule, buckets, reduced=reduced)),
+        traffic=tuple(
+            _traffic(layout, schedule, buckets, gather_dtype=gather_dtype, reduced=reduced)
+        ),
         whole=tuple(problems),
         owned=(len(jobs), len({j.owner for j in jobs})),
         reduced_hint=(
@@ -222,11 +227,19 @@ def describe(
 
 
 def _traffic(
-    layout: Layout, schedule: Schedule, buckets: BucketSizes, *, reduced: bool
+    layout: Layout,
+    schedule: Schedule,
+    buckets: BucketSizes,
+    *,
+    gather_dtype: Any,
+    reduced: bool,
 ) -> list[Traffic]:
     replicas = layout.replicas
     split = [leaf for leaf in layout.params if leaf.placement.span is not None]
     rest = [leaf for leaf in layout.params if leaf.placement.span is None]
+    gathered = [
+        dataclasses.replace(leaf, dtype=travel_dtype(leaf.dtype, gather_dtype)) for leaf in split
+    ]
     rows = []
     if split and not reduced:
         rows += _scattered(split, replicas, buckets)
@@ -255,7 +268,7 @@ def _traffic(
                 row.operand_bytes // phase.size,
             )
             for row, phase in zip(
-                reversed(_scattered(split, replicas, buckets)),
+                reversed(_scattered(gathered, replicas, buckets)),
                 reversed(replicas.phases),
                 strict=True,
             )

@@ -99,7 +99,14 @@ class Programs:
         """What was decided, for people: from the update as it was traced for the layout."""
         schedule, problems = self._decided(layout, self._updates[layout])
         buckets = bucket_sizes(self.options.bucket_bytes, target)
-        return make_plan(layout, schedule, problems, buckets, reduced=reduced)
+        return make_plan(
+            layout,
+            schedule,
+            problems,
+            buckets,
+            gather_dtype=self.options.gather_dtype,
+            reduced=reduced,
+        )
 
     def _decided(self, layout: Layout, update: Update) -> tuple[Schedule, list[Problem]]:
         params = [leaf.placement for leaf in layout.params]

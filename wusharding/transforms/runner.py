@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from wusharding.analysis.choose import Target, bucket_sizes
-from wusharding.analysis.layout import Layout
+from wusharding.analysis.layout import Layout, travel_dtype
 from wusharding.analysis.schedule import Schedule
 from wusharding.transforms.collectives import Collectives
 from wusharding.transforms.interpret import Interpreter
@@ -153,12 +153,7 @@ class Runner:
         kept = []
         for leaf, master, x in zip(layout.params, layout.masters, new, strict=True):
             kept.append(leaf.dtype if master is not None else x.dtype)
-        travel = [
-            self.options.gather_dtype
-            if self.options.gather_dtype is not None and jnp.issubdtype(d, jnp.floating)
-            else d
-            for d in kept
-        ]
+        travel = [travel_dtype(d, self.options.gather_dtype) for d in kept]
         whole = self.storage.gathered(
             layout.params, [x.astype(d) for x, d in zip(new, travel, strict=True)]
         )
