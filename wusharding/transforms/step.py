@@ -125,7 +125,7 @@ def shard_step(
         steps and gathers them at the start, in the dtype that the forward pass reads.
       formats: as for `shard_updates`.
       min_shard_elems: weights and state arrays with fewer elements stay replicated.
-      bucket_bytes: smaller arrays travel together in buffers of about this many bytes.
+      bucket_bytes: as for `shard_updates`.
       donate_argnums: as for `jax.jit`; None donates what `step`, if jitted, donates.
       target: "cpu", "gpu" or "tpu", what formats are chosen for; None takes the mesh's devices'.
 
