@@ -21,10 +21,12 @@ from tests.runs import (
     assert_same_bits,
     bytes_on_devices,
     compiled_functions,
+    entries,
     hlo_of,
     layout_of_arrays,
     mesh_of,
     of_kind,
+    pairs,
     relative_error,
     spec_of,
 )
@@ -338,3 +340,178 @@ def test_nnx_optimizer_with_batch_norm_dropout_and_metrics(auto, cls):
     assert int(optimizer.step[...]) == STEPS
     assert spec_of(optimizer.opt_state.inner[0].mu["first"]["kernel"][...]) == ("data",)
     assert len(compiled) == 1
+
+
+# ------------------------------------------------------------------------- metadata, logical axes
+
+WIDE = _RNG.normal(size=(16, 16)).astype(np.float32)
+RULES = (("embed", None), ("hidden", "model"), ("batch", "data"))
+
+
+class LinenSplit(nn.Module):
+    """Two dense layers, the hidden dim of which is split over `model`; one bias has no box."""
+
+    logical: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        split = nn.with_logical_partitioning if self.logical else nn.with_partitioning
+        embed, hidden = ("embed", "hidden") if self.logical else (None, "model")
+        kernel, zeros = nn.initializers.lecun_normal(), nn.initializers.zeros
+        x = nn.Dense(
+            12, kernel_init=split(kernel, (embed, hidden)), bias_init=split(zeros, (hidden,))
+        )(x)
+        return nn.Dense(3, kernel_init=split(kernel, (hidden, embed)))(nn.tanh(x))
+
+
+class NnxSplit(nnx.Module):
+    """The same; `metadata` is put on every kernel."""
+
+    def __init__(self, rngs: nnx.Rngs, **metadata: Any) -> None:
+        kernel, zeros = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
+        split = functools.partial(nnx.with_partitioning, **metadata)
+        self.first = nnx.Linear(
+            16,
+            12,
+            kernel_init=split(kernel, (None, "model")),
+            bias_init=nnx.with_partitioning(zeros, ("model",)),
+            rngs=rngs,
+        )
+        self.second = nnx.Linear(12, 3, kernel_init=split(kernel, ("model", None)), rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.second(nnx.tanh(self.first(x)))
+
+
+def data_and_model(*, auto: bool = True) -> Any:
+    return mesh_of({"data": 4, "model": 2}, auto=auto)
+
+
+def logical_specs(params: Tree) -> Tree:
+    return nn.logical_to_mesh(nn.get_partition_spec(params), RULES)
+
+
+@functools.cache
+def split_reference(logical: bool = False) -> tuple[Tree, Tree, Tree]:
+    """Boxed first weights, and whole weights and moments after training on one device."""
+    network = LinenSplit(logical)
+    params = network.init(jax.random.key(0), WIDE)["params"]
+    state = train_state.TrainState.create(
+        apply_fn=network.apply, params=nn.unbox(params), tx=optax.adamw(0.01)
+    )
+    step = jax.jit(lambda *args: take_step(*args))
+    state, _ = run(step, state, WIDE, Y)
+    return params, state.params, state.opt_state
+
+
+@pytest.mark.parametrize("names", ["mesh axes", "logical axes"])
+@pytest.mark.parametrize("where", ["eager", "jit"])
+def test_boxed_weights_keep_model_axes_and_state_gains_the_data_axis(where, names):
+    logical = names == "logical axes"
+    mesh, network = data_and_model(), LinenSplit(logical)
+    params, wanted, wanted_state = split_reference(logical)
+    specs_of = logical_specs if logical else nn.get_partition_spec
+
+    def create(tx: Any, params: Tree) -> Any:
+        return wus_flax.TrainState.create(apply_fn=network.apply, params=params, tx=tx)
+
+    if where == "eager":
+        tx = wus.shard_updates(optax.adamw(0.01), mesh=mesh)
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs_of(params))
+        state = create(tx, jax.device_put(params, shardings))
+    else:
+        # As in Flax's guides, but for the optimizer's state: it knows its own shardings.
+        tx = wus.shard_updates(optax.adamw(0.01), mesh=mesh, param_specs=specs_of)
+        make = functools.partial(create, tx)
+        abstract = jax.eval_shape(make, params)
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs_of(abstract))
+        shardings = shardings.replace(opt_state=tx.state_shardings(abstract.params))
+        state = jax.jit(make, out_shardings=shardings)(params)
+    mu = state.opt_state.inner[0].mu
+    assert jax.tree.map(spec_of, nn.unbox(mu))["Dense_0"] == {
+        "kernel": ("data", "model"),
+        "bias": (("model", "data"),),
+    }
+    if not logical:
+        told = jax.tree.leaves(nn.get_partition_spec(mu["Dense_0"]))
+        assert told == [P(("model", "data")), P("data", "model")]
+    step = jax.jit(lambda *args: take_step(*args), donate_argnums=0)
+    with compiled_functions() as compiled:
+        state, _ = run(step, state, on(mesh, WIDE, "data"), on(mesh, Y, "data"))
+    assert len(compiled) == 1
+    assert jax.tree.structure(state.params) == jax.tree.structure(params)
+    assert spec_of(state.params["Dense_0"]["kernel"].value) == (None, "model")
+    plain = tx.unshard(state.opt_state)
+    assert jax.tree.structure(plain[0].mu) == jax.tree.structure(params)
+    found = nn.unbox((state.params, plain))
+    assert relative_error(found, (wanted, wanted_state)) <= 1e-5
+
+
+@pytest.mark.parametrize("metadata", [{}, {"optimizer_sharding": ("data", "model")}])
+@pytest.mark.parametrize("where", ["eager", "jit"])
+@pytest.mark.parametrize("cls", [nnx.Optimizer, wus_flax.Optimizer], ids=["flax", "ours"])
+def test_nnx_variables_keep_model_axes_and_state_gains_the_data_axis(cls, where, metadata):
+    mesh = data_and_model()
+    params, wanted, _ = split_reference()
+    linen = nn.unbox(params)
+
+    def make() -> tuple[Any, Any]:
+        model = NnxSplit(nnx.Rngs(0), **metadata)
+        return model, cls(model, tx, wrt=nnx.Param)
+
+    with jax.set_mesh(mesh):
+        tx = wus.shard_updates(optax.adamw(0.01), param_specs=nnx.get_partition_spec)
+        model, optimizer = make() if where == "eager" else nnx.jit(make)()
+        for layer, name in ((model.first, "Dense_0"), (model.second, "Dense_1")):
+            layer.kernel[...] = jax.device_put(linen[name]["kernel"], layer.kernel.sharding)
+        state = nnx.state(optimizer.opt_state)
+        # What Flax reads off the metadata is where the arrays lie, one and all.
+        told, lie = nnx.get_partition_spec(state), wus_flax.specs(state)
+        assert [*map(entries, jax.tree.leaves(told))] == [*map(entries, jax.tree.leaves(lie))]
+        assert optimizer.opt_state.inner[0].mu["first"]["kernel"].out_sharding == ("data", "model")
+        assert spec_of(optimizer.opt_state.inner[0].mu["second"]["bias"][...]) == ("data",)
+
+        @nnx.jit
+        def step(model: Any, optimizer: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+            loss, grads = nnx.value_and_grad(lambda m: jnp.mean((m(x) - y) ** 2))(model)
+            optimizer.update(model, grads)
+            return loss
+
+        for _ in range(STEPS):
+            step(model, optimizer, on(mesh, WIDE, "data"), on(mesh, Y, "data"))
+        assert spec_of(model.first.kernel[...]) == (None, "model")
+        assert model.first.kernel.out_sharding == (None, "model")
+        again = nnx.state(optimizer.opt_state)
+        assert jax.tree.map(spec_of, again) == jax.tree.map(spec_of, state)
+    found = {"Dense_0": model.first, "Dense_1": model.second}
+    for name, layer in found.items():
+        found[name] = {"kernel": layer.kernel[...], "bias": layer.bias[...]}
+    assert relative_error(found, wanted) <= 1e-5
+
+
+# https://github.com/google/flax/issues/5110
+@pytest.mark.parametrize("auto", [True, False], ids=["auto", "explicit"])
+def test_abstract_nnx_optimizers_carry_the_shardings_of_real_ones(auto):
+    mesh = data_and_model(auto=auto)
+
+    def make() -> tuple[Any, Any]:
+        model = NnxSplit(nnx.Rngs(0))
+        tx = wus.shard_updates(optax.adamw(0.01), param_specs=nnx.get_partition_spec)
+        return model, wus_flax.Optimizer(model, tx, wrt=nnx.Param)
+
+    with jax.set_mesh(mesh):
+        abstract = nnx.eval_shape(make)
+        if auto:  # types carry no shardings there; Flax reads them off the metadata
+            abstract = nnx.as_abstract(abstract)
+        abstract, real = nnx.state(abstract), nnx.state(make())
+    for struct, x in pairs(abstract, real):
+        assert (struct.shape, struct.dtype) == (x.shape, x.dtype)
+        spec = P() if struct.sharding is None else struct.sharding.spec
+        assert entries(spec) == spec_of(x)
+
+
+def test_model_axes_that_cannot_be_seen_are_asked_for():
+    mesh = data_and_model()
+    tx = wus.shard_updates(optax.adamw(0.01), mesh=mesh)
+    with pytest.raises(wus.ContextError, match=r"such as get_partition_spec of flax\.linen"):
+        jax.jit(tx.init)(split_reference()[0])

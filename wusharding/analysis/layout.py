@@ -112,7 +112,7 @@ def travel_dtype(dtype: Any, gather_dtype: Any) -> Any:
 
 
 @jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Layout:
     """How one optimizer's weights and state are stored.
 
@@ -135,6 +135,13 @@ class Layout:
     masters: tuple[Any, ...]
     grads_def: Any
     grads_of: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        """Short: it lies in every state that is printed."""
+        return (
+            f"<Layout of {len(self.params)} parameters and {len(self.state)} state arrays in "
+            f"{self.replicas.num_shards} shards over {self.replicas.shard_axes}>"
+        )
 
     def _key(self) -> tuple[Any, ...]:
         return (
