@@ -219,14 +219,19 @@ def test_low_precision_weights_with_sharded_masters(cls):
     assert any(np.any(x != x.astype(jnp.bfloat16)) for x in jax.tree.leaves(master))
 
 
-@pytest.mark.parametrize("make", [wus_flax.TrainState.create, wus_flax.Optimizer])
-def test_optimizers_that_are_not_sharded_are_refused(make):
-    message = "found GradientTransformationExtraArgs, need an optimizer from wusharding"
-    with pytest.raises(TypeError, match=message):
-        if make is wus_flax.Optimizer:
-            make(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param)
-        else:
-            make(apply_fn=NETWORK.apply, params=PARAMS, tx=optax.adam(0.1))
+def test_other_optimizers_do_what_they_do_in_flax():
+    """One line turns sharding on and off."""
+    tx, grads = OPTIMIZERS["adamw"], jax.tree.map(np.ones_like, PARAMS)
+    states = [cls.create(apply_fn=NETWORK.apply, params=PARAMS, tx=tx) for cls in STATES]
+    theirs, ours = [state.apply_gradients(grads=grads) for state in states]
+    assert_same_bits((ours.params, ours.opt_state), (theirs.params, theirs.opt_state))
+    found = []
+    for cls in (nnx.Optimizer, wus_flax.Optimizer):
+        model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        optimizer = cls(model, tx, wrt=nnx.Param)
+        optimizer.update(model, nnx.state(model))
+        found.append(nnx.to_pure_dict(nnx.state((model, optimizer))))
+    assert_same_bits(*found)
 
 
 def test_specs_of_what_is_on_no_mesh():

@@ -30,16 +30,17 @@ ORDER = (
     ("wusharding.checkpoint", "wusharding.integrations"),
     ("wusharding",),
     ("wusharding.cli", "wusharding.__main__", "large_scale"),
-    ("benchmarks", "tests"),
+    ("benchmarks", "examples", "tests"),
 )
 BESIDE = {
     ("wusharding.jaxprs", "wusharding.errors"),  # to refuse by name what it cannot rebuild
     ("wusharding.__main__", "wusharding.cli"),
     ("tests", "benchmarks"),
+    ("tests", "examples"),
 }
 GROUP = {room: group for group, rooms in enumerate(ORDER) for room in rooms}
 PACKAGES = ("wusharding", "large_scale")
-OURS = (*PACKAGES, "benchmarks", "tests")
+OURS = (*PACKAGES, "benchmarks", "examples", "tests")
 UNSTABLE_JAX = ("jax.extend", "jax.interpreters")
 UNSTABLE_JAX_ROOM = "wusharding.jaxprs"
 

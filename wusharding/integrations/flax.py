@@ -3,7 +3,8 @@
 Flax's own classes work with `shard_updates` as they are. Those here do three things more: they
 gather new weights instead of updates (in `gather_dtype`, made from sharded master weights where
 `master_dtype` asks for them), they put the step counter on the mesh, where Flax's makes the step
-compile twice, and importing them makes sharded states serializable by `flax.serialization`.
+compile twice, and importing them makes sharded states serializable by `flax.serialization`. With
+any other optimizer they do what Flax's do, so that one line turns sharding on and off.
 """
 
 from __future__ import annotations
@@ -52,19 +53,14 @@ class TrainState(train_state.TrainState):
           grads: gradients in the tree of `params`, as `ShardedOptimizer.update` takes them.
           **kwargs: other attributes to replace.
         """
-        if OVERWRITE_WITH_GRADIENT in grads:
+        if not isinstance(self.tx, ShardedOptimizer) or OVERWRITE_WITH_GRADIENT in grads:
             return super().apply_gradients(grads=grads, **kwargs)
         params, opt_state = self.tx.apply(grads, self.opt_state, self.params)
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
 
     @classmethod
-    def create(cls, *, apply_fn: Any, params: PyTree, tx: ShardedOptimizer, **kwargs: Any) -> Any:
-        """A state at step 0, counter and optimizer state on the mesh.
-
-        Raises:
-          TypeError: `tx` is not from `shard_updates`.
-        """
-        _check_sharded(tx)
+    def create(cls, *, apply_fn: Any, params: PyTree, tx: Any, **kwargs: Any) -> Any:
+        """A state at step 0, counter and optimizer state on the mesh of the weights."""
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
         return state.replace(step=_on_mesh(jnp.zeros((), jnp.int32), state.opt_state, params))
 
@@ -78,9 +74,6 @@ class Optimizer(nnx.Optimizer):
       wrt: which variables: usually `nnx.Param`.
       graph: as `nnx.Optimizer` has it.
 
-    Raises:
-      TypeError: `tx` is not from `shard_updates`.
-
     >>> import jax, optax, wusharding as wus
     >>> mesh = jax.make_mesh((8,), ("data",))
     >>> model = nnx.Linear(17, 16, rngs=nnx.Rngs(0))
@@ -93,10 +86,7 @@ class Optimizer(nnx.Optimizer):
 
     tx: Any
 
-    def __init__(
-        self, model: Any, tx: ShardedOptimizer, *, wrt: Any, graph: bool | None = None
-    ) -> None:
-        _check_sharded(tx)
+    def __init__(self, model: Any, tx: Any, *, wrt: Any, graph: bool | None = None) -> None:
         super().__init__(model, tx, wrt=wrt, graph=graph)
         self.step.set_value(_on_mesh(self.step.get_value(), nnx.state((self, model))))
 
@@ -110,6 +100,9 @@ class Optimizer(nnx.Optimizer):
           grads: gradients, as from `nnx.grad`.
           **kwargs: extra arguments of the wrapped optimizer.
         """
+        if not isinstance(self.tx, ShardedOptimizer):
+            super().update(model, grads, **kwargs)
+            return
         params, grads, opt_state, extra = (
             nnx.as_pure(tree)
             for tree in (
@@ -191,13 +184,6 @@ def _layout_from_dict(layout: Layout, saved: dict[str, Any]) -> Layout:
 serialization.register_serialization_state(
     Layout, _layout_to_dict, _layout_from_dict, override=True
 )
-
-
-def _check_sharded(tx: Any) -> None:
-    if not isinstance(tx, ShardedOptimizer):
-        raise TypeError(
-            f"tx: found {type(tx).__name__}, need an optimizer from wusharding.shard_updates."
-        )
 
 
 def _on_mesh(counter: Any, *trees: PyTree) -> Any:

@@ -1,0 +1,84 @@
+"""Every example, a few steps of it: equal to the loop before the change, with less state."""
+
+import ast
+import importlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples import common
+from tests.runs import compiled_functions, of_kind, relative_error
+
+ROOT = Path(__file__).parents[1]
+# The functions that each compiles, and whether its gradients are reduce-scattered.
+EXAMPLES = {
+    "linen_train_state": (["jit(train_step)"], False),
+    "nnx_jit": (["jit(train_step)"], False),
+    # What pmap maps has one name: the first makes the state, the second takes the steps.
+    "pmap_replicate": (["jit(_fun)", "jit(_fun)"], True),
+    "explicit_mesh": (["jit(train_step)"], True),
+    "scan_steps": (["jit(train_steps)"], True),
+    "plain_pytree": (["jit(train_step)"], True),
+    "equinox_loop": (["jit(train_step)"], False),
+}
+STEPS = 5
+
+
+def run(name: str, monkeypatch: Any, *arguments: str) -> tuple[common.Report, list[str]]:
+    """What an example returns, and what it compiled before its report compiled the step again."""
+    example = importlib.import_module(f"examples.{name}")
+    report, seen = common.report, []
+
+    def watched(*args: Any) -> common.Report:
+        seen.extend(compiled)
+        return report(*args)
+
+    monkeypatch.setattr(common, "report", watched)
+    with compiled_functions() as compiled:
+        done = example.main(["--steps", str(STEPS), *arguments])
+    monkeypatch.undo()
+    return done, seen
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_equals_the_loop_before(name, monkeypatch, capsys):
+    functions, scatters = EXAMPLES[name]
+    sharded, compiled = run(name, monkeypatch)
+    printed = capsys.readouterr().out
+    plain, _ = run(name, monkeypatch, "--replicated")
+    np.testing.assert_allclose(sharded.losses, plain.losses, rtol=1e-4)
+    assert len(sharded.losses) == STEPS
+    assert relative_error(sharded.params, plain.params) <= 1e-4
+    assert sharded.state_bytes <= 1.1 * plain.state_bytes / jax.device_count()
+    assert f"optimizer state  {sharded.state_bytes:,} B on each device" in printed
+    assert [f for f in compiled if f in functions] == functions
+    grad_bytes = sum(x.nbytes for x in jax.tree.leaves(sharded.params))
+    reduced, scattered = (
+        sum(c.operand_bytes for c in of_kind(sharded.collectives, kind))
+        for kind in ("all-reduce", "reduce-scatter")
+    )
+    if scatters:
+        assert scattered >= grad_bytes > 10 * reduced
+    else:
+        assert reduced >= grad_bytes and not scattered
+    assert sum(c.operand_bytes for c in of_kind(plain.collectives, "all-reduce")) >= grad_bytes
+
+
+def test_low_precision_weights_are_the_cast_masters(monkeypatch):
+    done, _ = run("explicit_mesh", monkeypatch, "--bfloat16")
+    assert {x.dtype for x in jax.tree.leaves(done.params)} == {jnp.dtype(jnp.bfloat16)}
+    full, _ = run("explicit_mesh", monkeypatch)
+    np.testing.assert_allclose(done.losses, full.losses, rtol=0.05)
+
+
+def test_all_examples_are_run_here_and_say_how_they_are_started():
+    scripts = {p.stem: p for p in (ROOT / "examples").glob("*.py")}
+    scripts = {n: p for n, p in scripts.items() if n not in ("__init__", "common")}
+    assert scripts.keys() == EXAMPLES.keys()
+    for name, path in scripts.items():
+        text = ast.get_docstring(ast.parse(path.read_text()))
+        assert f"python -m examples.{name} [--steps 50] [--replicated]" in text
