@@ -55,7 +55,8 @@ class TrainState(train_state.TrainState):
         """
         if not isinstance(self.tx, ShardedOptimizer) or OVERWRITE_WITH_GRADIENT in grads:
             return super().apply_gradients(grads=grads, **kwargs)
-        params, opt_state = self.tx.apply(grads, self.opt_state, self.params)
+        before: Any = self.opt_state
+        params, opt_state = self.tx.apply(grads, before, self.params)
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
 
     @classmethod
@@ -103,16 +104,10 @@ class Optimizer(nnx.Optimizer):
         if not isinstance(self.tx, ShardedOptimizer):
             super().update(model, grads, **kwargs)
             return
-        params, grads, opt_state, extra = (
-            nnx.as_pure(tree)
-            for tree in (
-                nnx.state(model, self.wrt, graph=self.graph),
-                nnx.state(grads, self.wrt, graph=self.graph),
-                self.opt_state,
-                kwargs,
-            )
-        )
-        params, opt_state = self.tx.apply(grads, opt_state, params, **extra)
+        params = nnx.as_pure(nnx.state(model, self.wrt, graph=self.graph))
+        grads = nnx.as_pure(nnx.state(grads, self.wrt, graph=self.graph))
+        before: Any = nnx.as_pure(self.opt_state)
+        params, opt_state = self.tx.apply(grads, before, params, **nnx.as_pure(kwargs))
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(opt_state, graph=self.graph))
         self.step[...] += 1
