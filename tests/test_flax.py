@@ -186,6 +186,98 @@ def test_train_state_in_pmap(cls):
     assert int(jax_utils.unreplicate(state).step) == STEPS
 
 
+class Normed(nn.Module):
+    """A batch norm over the replicas that `axis_name` names, if it does, and dropout."""
+
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Dense(13, use_bias=False)(x)
+        x = nn.BatchNorm(use_running_average=False, axis_name=self.axis_name)(x)
+        return nn.Dense(3)(nn.Dropout(0.25, deterministic=False)(nn.tanh(x)))
+
+
+class NormedState(wus_flax.TrainState):
+    """Flax's way to hold what is trained by other means than gradients."""
+
+    batch_stats: Any
+    key: jax.Array
+
+
+def normed_step(state: NormedState, x: jax.Array, y: jax.Array) -> tuple[NormedState, jax.Array]:
+    key = jax.random.fold_in(state.key, state.step)
+    key = jax.random.fold_in(key, lax.axis_index("data"))
+    own = lax.pcast(state.params, "data", to="varying")
+
+    def loss_fn(params: Tree) -> tuple[jax.Array, Tree]:
+        variables = {"params": params, "batch_stats": state.batch_stats}
+        found, updated = state.apply_fn(variables, x, mutable="batch_stats", rngs={"dropout": key})
+        return jnp.mean((found - y) ** 2), updated["batch_stats"]
+
+    (loss, batch_stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(own)
+    return state.apply_gradients(grads=grads, batch_stats=batch_stats), lax.pmean(loss, "data")
+
+
+def test_batch_norm_over_replicas_and_dropout_in_shard_map():
+    """Statistics are those of the whole batch; each replica drops its own."""
+    mesh = mesh_of({"data": 8}, auto=True)
+    variables = Normed().init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
+    variables = jax.tree.map(np.asarray, variables)
+
+    def create(mesh: Any, tx: Any) -> NormedState:
+        return NormedState.create(
+            apply_fn=Normed("data").apply,
+            params=on(mesh, variables["params"]),
+            tx=tx,
+            batch_stats=on(mesh, variables["batch_stats"]),
+            key=on(mesh, jax.random.key(2)),
+        )
+
+    state = create(mesh, wus.shard_updates(optax.sgd(0.1, momentum=0.9), mesh=mesh))
+    specs = wus_flax.specs(state)
+    step = jax.jit(
+        jax.shard_map(
+            normed_step,
+            mesh=mesh,
+            in_specs=(specs, P("data"), P("data")),
+            out_specs=(specs, P()),
+        ),
+        donate_argnums=0,
+    )
+    with compiled_functions() as compiled:
+        state, losses = run(step, state, on(mesh, X, "data"), on(mesh, Y, "data"))
+    assert len(compiled) == 1
+
+    # The oracle: one device, replicas as a mapped dim, plain optax.
+    def oracle_step(state: NormedState, x: jax.Array, y: jax.Array) -> Any:
+        def loss_fn(params: Tree) -> Any:
+            def replica(i: jax.Array, x: jax.Array, y: jax.Array) -> Any:
+                key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), i)
+                found, updated = state.apply_fn(
+                    {"params": params, "batch_stats": state.batch_stats},
+                    x,
+                    mutable="batch_stats",
+                    rngs={"dropout": key},
+                )
+                return jnp.mean((found - y) ** 2), updated["batch_stats"]
+
+            losses, stats = jax.vmap(replica, axis_name="data")(jnp.arange(8), x, y)
+            return losses.mean(), jax.tree.map(lambda s: s[0], stats)
+
+        (loss, stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads, batch_stats=stats), loss
+
+    one = mesh_of({"data": 1}, auto=True)
+    wanted = create(one, optax.sgd(0.1, momentum=0.9))
+    wanted, wanted_losses = run(
+        jax.jit(oracle_step), wanted, X.reshape(8, 2, 17), Y.reshape(8, 2, 3)
+    )
+    np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
+    found = (state.params, state.batch_stats)
+    assert relative_error(found, (wanted.params, wanted.batch_stats)) <= 1e-5
+
+
 # https://github.com/jax-ml/jax/issues/9675 https://github.com/marin-community/marin/pull/8911
 @pytest.mark.parametrize("auto", [True, False], ids=["auto", "explicit"])
 def test_all_of_a_state_can_be_donated(auto):
@@ -345,6 +437,49 @@ def test_nnx_optimizer_with_batch_norm_dropout_and_metrics(auto, cls):
     assert int(optimizer.step[...]) == STEPS
     assert spec_of(optimizer.opt_state.inner[0].mu["first"]["kernel"][...]) == ("data",)
     assert len(compiled) == 1
+
+
+def test_nnx_in_shard_map():
+    """What nnx splits off and merges again is a tree as any other, and scatters its gradients."""
+    mesh = mesh_of({"data": 8}, auto=True)
+    model, metrics = nnx.Linear(17, 3, rngs=nnx.Rngs(0)), nnx_metrics()
+    plain = nnx.Linear(17, 3, rngs=nnx.Rngs(0))
+    tx = wus.shard_updates(optax.adamw(0.01), mesh=mesh)
+    model, metrics = on(mesh, (model, metrics))
+    optimizer = wus_flax.Optimizer(model, tx, wrt=nnx.Param)
+    graph, state = nnx.split((model, optimizer, metrics))
+    specs = wus_flax.specs(state)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    @jax.shard_map(mesh=mesh, in_specs=(specs, P("data"), P("data")), out_specs=(specs, P()))
+    def step(state: Tree, x: jax.Array, y: jax.Array) -> tuple[Tree, jax.Array]:
+        model, optimizer, metrics = nnx.merge(graph, state)
+        structure, params, rest = nnx.split(model, nnx.Param, ...)
+
+        def loss_fn(params: Tree) -> jax.Array:
+            return jnp.mean((nnx.merge(structure, params, rest)(x) - y) ** 2)
+
+        own = lax.pcast(params, "data", to="varying")
+        loss, grads = jax.value_and_grad(loss_fn)(own)
+        loss = lax.pmean(loss, "data")
+        optimizer.update(model, grads)
+        metrics.update(loss=loss)
+        return nnx.state((model, optimizer, metrics)), loss
+
+    batch = on(mesh, X, "data"), on(mesh, Y, "data")
+    found = hlo_of(step, state, *batch)
+    with compiled_functions() as compiled:
+        state, losses = run(step, state, *batch)
+    assert len(compiled) <= 1  # looking at its collectives may have compiled it
+    nnx.update((model, optimizer, metrics), state)
+    plain_optimizer = nnx.Optimizer(plain, optax.adamw(0.01), wrt=nnx.Param)
+    plain_metrics = nnx_metrics()
+    wanted = [nnx_step(plain, plain_optimizer, plain_metrics, X, Y) for _ in range(STEPS)]
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    np.testing.assert_allclose(metrics.compute()["loss"], np.mean(wanted), rtol=1e-5)
+    assert relative_error(*map(nnx.to_pure_dict, (nnx.state(model), nnx.state(plain)))) <= 1e-5
+    assert len(of_kind(found, "reduce-scatter")) == 1
+    assert all(c.operand_bytes <= 8 for c in of_kind(found, "all-reduce"))
 
 
 # ------------------------------------------------------------------------- metadata, logical axes
