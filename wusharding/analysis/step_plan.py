@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
+from wusharding.analysis.findings import Finding, find_faults, finding_lines
 from wusharding.analysis.layout import Leaf
 from wusharding.analysis.placement import Replicas
 from wusharding.analysis.plan import (
@@ -45,6 +46,7 @@ class StepPlan:
       traffic: collectives of the sharded step.
       whole: operations that needed a split value whole, with their source lines.
       owned: matrix jobs that one replica does for all: their number, and that of the replicas.
+      findings: faults of the step as written that cost money; those that cost most first.
     """
 
     num_shards: int
@@ -57,6 +59,7 @@ class StepPlan:
     traffic: tuple[Traffic, ...]
     whole: tuple[Problem, ...]
     owned: tuple[int, int]
+    findings: tuple[Finding, ...] = ()
 
     @property
     def state_bytes(self) -> int:
@@ -113,6 +116,7 @@ class StepPlan:
         if self.whole:
             lines += ["", "Gathered, because an operation could not run on the pieces"]
             lines += problem_lines(self.whole)
+        lines += ["", "Findings"] + finding_lines(self.findings)
         return lines
 
 
@@ -125,20 +129,24 @@ def _traffic_lines(rows: Sequence[Traffic]) -> list[str]:
 def make_step_plan(
     update: StepUpdate,
     ins: Sequence[Leaf],
+    outs: Sequence[Leaf],
     schedule: Schedule,
     problems: Sequence[Problem],
     replicas: Replicas,
     buckets: BucketSizes,
+    donated: Collection[int],
 ) -> StepPlan:
     """The plan of one step, from what was found and decided.
 
     Args:
       update: the step and what in it is what.
       ins: how each argument array is stored.
+      outs: the same of each array that it returns.
       schedule: the steps of one device.
       problems: what could not run on pieces.
       replicas: the mesh.
       buckets: which arrays travel together.
+      donated: the numbers of the arguments that are donated.
     """
     steps = steps_of(schedule)
     jobs = [j for s in steps if isinstance(s, OwnedStage) for j in s.jobs]
@@ -155,6 +163,7 @@ def make_step_plan(
         traffic=tuple(traffic_of(schedule, replicas, buckets)),
         whole=tuple(problems),
         owned=(len(jobs), len({j.owner for j in jobs})),
+        findings=find_faults(update, ins, outs, schedule, replicas, donated),
     )
 
 
