@@ -1,5 +1,6 @@
 """`shard_step`: the whole step, found as it is written."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +129,55 @@ def test_arguments_are_donated_as_the_user_said(mesh: Mesh) -> None:
     step(params, state, *batch)
     assert all(x.is_deleted() for x in jax.tree.leaves((params, state)))
     assert not any(x.is_deleted() for x in batch)
+
+
+def test_copies_stacked_for_pmap_are_stored_once_and_checked(mesh8_auto: Mesh) -> None:
+    params, state, x, y = jax.device_get(arguments(mesh8_auto))
+    params, state = jax.tree.map(lambda v: np.stack([v] * 8), (params, state))
+    args = (params, state, x.reshape(8, 4, 17), y.reshape(8, 4, 3))
+    with_pmap = jax.pmap(replica_step, axis_name="data")
+    step = wus.shard_step(with_pmap, mesh=mesh8_auto)
+    new_params, new_state, loss = run(step, args)
+    assert new_state[0].mu["w1"].addressable_shards[0].data.size == 34
+    assert_close((new_params, step.unshard(new_state), loss), run(with_pmap, args))
+    params["w2"][3, 0, 0] += 1.0
+    with pytest.raises(wus.ReplicationError, match=r"\[0\]\['w2'\]: its copies differ"):
+        wus.shard_step(with_pmap, mesh=mesh8_auto)(params, *args[1:])
+
+
+@pytest.mark.parametrize("weights", ["whole", "split"])
+@pytest.mark.parametrize("kind", [*KINDS, "loop inside of shard_map"])
+def test_loops_over_steps_keep_state_split_in_the_carry(
+    kind: str, weights: Any, mesh8_explicit: Mesh
+) -> None:
+    def loop(step: Callable[..., Any], params: Any, state: Any, xs: Any, ys: Any) -> Any:
+        def turn(carry: Any, batch: Any) -> Any:
+            params, state, loss = step(*carry, *batch)
+            return (params, state), loss
+
+        (params, state), losses = lax.scan(turn, (params, state), (xs, ys))
+        return params, state, losses
+
+    if kind == "loop inside of shard_map":
+        many = jax.shard_map(
+            functools.partial(loop, replica_step),
+            mesh=mesh8_explicit,
+            in_specs=(P(), P(), P(None, "data"), P(None, "data")),
+            out_specs=P(),
+            check_vma=False,
+        )
+    else:
+        many = functools.partial(loop, written(kind, mesh8_explicit))
+    params, state, x, y = arguments(mesh8_explicit)
+    placed = NamedSharding(mesh8_explicit, P(None, "data"))
+    batches = jax.device_put((jnp.stack([x, x + 1]), jnp.stack([y, y])), placed)
+    args = (params, state, *batches)
+    step = wus.shard_step(many, mesh=mesh8_explicit, weights=weights)
+    found = run(step, args)
+    assert found[1][0].mu["w1"].addressable_shards[0].data.size == 34
+    assert_close(step.unshard(found), run(jax.jit(many), args))
+    looped = [c for c in collectives(step.lower(*args).compile().as_text()) if c.in_loop]
+    assert sorted(c.kind for c in looped if c.operand_bytes > 8) == ["all-gather", "reduce-scatter"]
 
 
 def test_a_value_of_one_replica_is_not_taken_for_replicated(mesh8_explicit: Mesh) -> None:

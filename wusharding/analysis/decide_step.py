@@ -22,10 +22,15 @@ from wusharding.analysis.replication import (
     collective_axes,
     is_collective,
 )
-from wusharding.analysis.rules import RULES
+from wusharding.analysis.rules import RULES, Factors, OpRule
 from wusharding.analysis.rules.base import Reduction
 from wusharding.analysis.schedule import Compute, Problem, Schedule
-from wusharding.analysis.update import Region
+from wusharding.analysis.update import (
+    Region,
+    nearest_weights,
+    only_rearranges,
+    sums_replicas,
+)
 from wusharding.jaxprs import CROSSINGS, Identity, Op, Program, Times
 
 _ADDS = ("add", "add_any")
@@ -78,10 +83,13 @@ class _StepDecider(Decider):
         self.made_by = {v: op for op in self.program.ops for v in op.outs}
 
     def run(self, inputs: Sequence[Value]) -> Schedule:
-        self.weight_of = self._weights_made(inputs)
+        made = [(self.program.outputs[o], inputs[i].leaf) for i, o in self.kept]
+        self.weight_of = nearest_weights(self.program, self.region, made)
         for i in self.open_outputs:
             self._defer(self.program.outputs[i])
-        for op in self.program.ops:
+        for k, op in enumerate(self.program.ops):
+            if k in self.region.forward:
+                continue
             if op.name in _ADDS and all(self._is_open_sum(v) for v in op.ins):
                 for v in op.ins:
                     self._defer(v)
@@ -89,26 +97,6 @@ class _StepDecider(Decider):
         schedule = super().run(inputs)
         self.final = [self.values[v] for v, _ in schedule.outputs]
         return schedule
-
-    def _weights_made(self, inputs: Sequence[Value]) -> dict[int, int]:
-        """For values of the update the nearest weight that is made from them."""
-        found: dict[int, int] = {}
-        level = []
-        for i, o in self.kept:
-            if inputs[i].leaf >= 0:
-                found.setdefault(self.program.outputs[o], inputs[i].leaf)
-                level.append(self.program.outputs[o])
-        forward = {v for k in self.region.forward for v in self.program.ops[k].outs}
-        while level:
-            below = []
-            for v in level:
-                op = self.made_by.get(v)
-                for u in op.ins if op is not None and v not in forward else ():
-                    if u not in found:
-                        found[u] = found[v]
-                        below.append(u)
-            level = below
-        return found
 
     def _name(self, op: Op) -> None:
         """Says of what the forward and backward pass make for which weight it is."""
@@ -120,42 +108,21 @@ class _StepDecider(Decider):
         while v not in self.deferred:
             self.deferred.add(v)
             op = self.made_by.get(v)
-            if op is None or op.name in _ADDS or op.subs or not self._only_rearranges(op):
+            if op is None or op.name in _ADDS or op.subs or not only_rearranges(op, self.program):
                 return
             v = op.ins[0]
-
-    def _only_rearranges(self, op: Op) -> bool:
-        """A linear operation on its first operand, whose others are numbers."""
-        rule = RULES.get(op.name)
-        return (
-            rule is not None
-            and rule.linear is not None
-            and rule.linear(op, (0,))
-            and all(self.avals[u].size == 1 for u in op.ins[1:])
-        )
 
     def _is_open_sum(self, v: int) -> bool:
         """Whether a value is a sum over replicas, but for linear operations."""
         while (op := self.made_by.get(v)) is not None and not op.subs:
-            if self._sums(op):
+            if sums_replicas(op, self.facts, self.replicas):
                 return True
             if op.name in _ADDS:
                 return all(map(self._is_open_sum, op.ins))
-            if not self._only_rearranges(op):
+            if not only_rearranges(op, self.program):
                 return False
             v = op.ins[0]
         return False
-
-    def _sums(self, op: Op) -> bool:
-        """An operation by which what differs between replicas becomes a sum over them."""
-        before = any(self.facts.spreads[v].axes() & self.replica_axes for v in op.ins)
-        after = any(self.facts.spreads[v].axes() & self.replica_axes for v in op.outs)
-        if not before or after:
-            return False
-        rule = RULES.get(op.name)
-        if is_collective(op):
-            return op.name in SUMS
-        return op.name not in MAXIMA and rule is not None and not op.name.startswith("leave")
 
     # ------------------------------------------------------------------------------ each operation
 
@@ -246,6 +213,15 @@ class _StepDecider(Decider):
                 self._compute(op, rule, fit, ins, uniform=False)
         return True
 
+    def _linear(self, op: Op, rule: OpRule, factors: Factors) -> bool:
+        """As in an update; but a sum that is wanted split is made where it is first read."""
+        wanted = (self.hints.get(v) for v in op.ins if self.values[v].partial)
+        if any(h is not None and h.span for h in wanted):
+            stays = isinstance(op.primitive, Identity) or self.deferred.issuperset(op.outs)
+            if not stays:
+                return False
+        return super()._linear(op, rule, factors)
+
     # --------------------------------------------------------------------------------- collectives
 
     def _collective(self, op: Op) -> None:
@@ -254,6 +230,9 @@ class _StepDecider(Decider):
         sums, reduction = op.name in SUMS, _reduction(op)
         differs = frozenset().union(*(self.facts.varies(v) for v in op.ins)) & self.replica_axes
         grouped = op.params.get("axis_index_groups") is not None
+        if reduction is not None and not over and not differs:
+            self._elementwise(op)
+            return
         if reduction is None or grouped or not over or (differs - over):
             self._local(op)
             return
@@ -276,6 +255,14 @@ class _StepDecider(Decider):
             else:
                 self.values[out] = value
             self.steps.append(Compute(_pseudo(op, Identity("open_sum")), (v,), (out,)))
+
+    def _elementwise(self, op: Op) -> None:
+        """Over other axes than those of the replicas each element is combined by itself."""
+        ins = [self._settled(v) for v in op.ins]
+        for v, out in zip(ins, op.outs, strict=True):
+            self.values[out] = self.values[v]
+        split = any(self.values[v].placement.span for v in ins)
+        self.steps.append(Compute(op, tuple(ins), op.outs, split=split))
 
     def _times(self, v: int, n: int, op: Op) -> int:
         """A sum over replicas of what is equal on them."""

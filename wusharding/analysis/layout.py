@@ -24,6 +24,8 @@ class Leaf:
     """One array: its path for messages, its logical shape, and how it is stored.
 
     `lanes` stores flattened shards as rows x lanes. `why` says why it is not split, if it is not.
+    `copies` are mesh axes along which equal copies are stacked in dim 0, as `pmap` wants them:
+    `shape` is that of one copy, with a leading dim of 1.
     """
 
     path: str
@@ -32,10 +34,17 @@ class Leaf:
     placement: Placement
     lanes: int | None = None
     why: str = ""
+    copies: tuple[str, ...] = ()
 
     @property
     def aval(self) -> Aval:
         return Aval(self.shape, self.dtype)
+
+    def logical_shape(self, replicas: Replicas) -> tuple[int, ...]:
+        """The shape that its owner knows."""
+        if not self.copies:
+            return self.shape
+        return (self.shape[0] * replicas.size(self.copies), *self.shape[1:])
 
     def format(self, replicas: Replicas) -> Format | None:
         """The format in which its tile is stored; None where it is not split."""
@@ -56,7 +65,7 @@ class Leaf:
         tiles = self.placement.tiles
         span = self.placement.span
         if span is None:
-            return _spec(list(tiles))
+            return self.logical_spec()
         # Shards are major: a `shard_map` over the replica axes alone then sees its own pieces.
         inside = tuple(a for axes in tiles[span.lo : span.hi] for a in axes)
         axes = [*tiles[: span.lo], replicas.shard_axes + inside, *tiles[span.hi :]]
@@ -72,7 +81,8 @@ class Leaf:
 
     def logical_spec(self) -> PartitionSpec:
         """How the whole array lies on the mesh, as far as model parallelism splits it."""
-        return _spec(list(self.placement.tiles))
+        tiles = list(self.placement.tiles)
+        return _spec([self.copies + tiles[0], *tiles[1:]] if self.copies else tiles)
 
     def held_bytes(self, replicas: Replicas) -> int:
         """Bytes that one device stores."""

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from wusharding.analysis.fit import ABSENT, span_for, split_of
 from wusharding.analysis.flow import body_ties, control_links
 from wusharding.analysis.placement import Placement, Replicas, Span, spec_tiles
+from wusharding.analysis.replication import MAXIMA, SUMS
 from wusharding.analysis.rules import RULES, Factors
 from wusharding.analysis.rules.base import factors_of
 from wusharding.analysis.update import Region
@@ -144,6 +145,9 @@ class Propagation:
         if op.name in CROSSINGS:
             return self._visit_crossing(op)
         hints = self.hints
+        if op.name in SUMS | MAXIMA.keys():  # of what is equal on the replicas
+            linked = [self._link(hints, a, hints, b) for a, b in zip(op.ins, op.outs, strict=True)]
+            return any(linked)
         values = (*op.ins, *op.outs)
         known = [v for v in values if v in hints]
         if not known or len(known) == len(values):

@@ -3,19 +3,65 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax.numpy as jnp
 
 from wusharding.analysis.assign import hint_weights
 from wusharding.analysis.decide import Value
 from wusharding.analysis.decide_step import decide_step
-from wusharding.analysis.placement import Placement, Replicas
+from wusharding.analysis.placement import Placement, Replicas, spec_tiles
 from wusharding.analysis.propagate import Propagation
 from wusharding.analysis.replication import Facts, Spread, analyse
 from wusharding.analysis.schedule import Problem, Schedule
-from wusharding.analysis.update import Region, find_region
-from wusharding.jaxprs import Program
+from wusharding.analysis.update import Region, find_region, gradients
+from wusharding.jaxprs import Op, Program
+
+
+def _hint_gradients(
+    propagation: Propagation,
+    facts: Facts,
+    region: Region,
+    pairs: Sequence[tuple[int, int, int]],
+    params: Sequence[Placement],
+) -> bool:
+    """Says of gradients that they are split as their weights, where nothing else said it.
+
+    `pairs` are old and new weights with their numbers. Returns whether anything was said.
+    """
+    program, hints, changed = facts.program, propagation.hints, False
+    shapes = {weight: program.avals[old].shape for old, _, weight in pairs}
+    made = [(new, weight) for _, new, weight in pairs]
+    for v, weight in gradients(facts, region, propagation.replicas, made):
+        p = params[weight]
+        if v not in hints and p.span is not None and program.avals[v].shape == shapes[weight]:
+            hints[v] = p
+            changed = True
+    for k, regions in region.bodies.items():
+        op = program.ops[k]
+        for i, inside in enumerate(regions):
+            body = facts.bodies[k][i]
+            inner = _pairs_inside(op, i, body.program, {old: weight for old, _, weight in pairs})
+            changed |= _hint_gradients(propagation.bodies[k][i], body, inside, inner, params)
+    return changed
+
+
+def _pairs_inside(
+    op: Op, body: int, program: Program, weights: Mapping[int, int]
+) -> list[tuple[int, int, int]]:
+    """Old and new weights in the body of a loop that carries weights."""
+    if op.name == "scan":
+        first, skipped = op.params["num_consts"], 0
+    elif op.name == "while" and body == 1:
+        first, skipped = op.params["body_nconsts"], op.params["cond_nconsts"]
+    else:
+        return []
+    carried = zip(program.inputs[first:], program.outputs, strict=False)
+    return [
+        (old, new, weights[op.ins[skipped + first + i]])
+        for i, (old, new) in enumerate(carried)
+        if op.ins[skipped + first + i] in weights
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +75,8 @@ class StepUpdate:
       weights: positions of weights among the inputs, and of the new ones among the outputs.
       aux: the same for auxiliary state.
       split_weights: weights stay split between steps, and are gathered where they are read.
+      copied: of these, the pairs that come and leave as stacks of equal copies, as with `pmap`; the
+        program has a single copy in their place.
     """
 
     program: Program
@@ -37,6 +85,7 @@ class StepUpdate:
     weights: tuple[tuple[int, int], ...]
     aux: tuple[tuple[int, int], ...]
     split_weights: bool
+    copied: frozenset[tuple[int, int]]
 
     splits_orphans = False
 
@@ -69,6 +118,10 @@ class StepUpdate:
             if not p.is_replicated:
                 propagation.hints[self.state[i]] = p
         propagation.run()
+        pairs = zip(self.params, self.new_params, strict=True)
+        numbered = [(a, b, i) for i, (a, b) in enumerate(pairs)]
+        if _hint_gradients(propagation, self.facts, self.region, numbered, params):
+            propagation.run()
         return propagation
 
     def schedule(
@@ -109,8 +162,20 @@ def find_update(
     Raises:
       ReplicationError: a value is declared replicated, but may differ between replicas.
     """
-    facts = analyse(program, replicas, inputs)
     axes = frozenset(replicas.reduce_axes)
+    copied = _stacks(program, replicas, matched)
+    while True:
+        single = _with_one_copy(program, copied)
+        spreads = [
+            spread if v == stack else Spread.same(len(single.avals[v].shape))
+            for v, stack, spread in zip(single.inputs, program.inputs, inputs, strict=True)
+        ]
+        facts = analyse(single, replicas, spreads)
+        own = {(i, o) for i, o in copied if facts.spreads[single.outputs[o]].axes() & axes}
+        if not own:
+            break
+        copied -= own  # each replica keeps its own
+    program = single
     sources = _sources(facts)
     kept = [
         (i, o)
@@ -128,7 +193,39 @@ def find_update(
             weights.append((i, o))
         elif a not in region.whole:
             aux.append((i, o))
-    return StepUpdate(program, facts, region, tuple(weights), tuple(aux), split_weights)
+    return StepUpdate(
+        program, facts, region, tuple(weights), tuple(aux), split_weights, frozenset(copied)
+    )
+
+
+def _stacks(
+    program: Program, replicas: Replicas, matched: Sequence[tuple[int, int]]
+) -> set[tuple[int, int]]:
+    """Pairs that may be stacks of equal copies: one for each replica, going in and coming out."""
+    entered = {op.ins[0]: op for op in program.ops if op.name == "enter_manual"}
+    left = {op.outs[0]: op for op in program.ops if op.name == "leave_manual"}
+    found = set()
+    for i, o in matched:
+        a, b = entered.get(program.inputs[i]), left.get(program.outputs[o])
+        if a is None or b is None or not program.avals[a.outs[0]].shape:
+            continue
+        tiles = spec_tiles(a.params["spec"], len(program.avals[a.outs[0]].shape))
+        alone = not any(tiles[1:]) and tiles[0] == replicas.reduce_axes
+        if alone and program.avals[a.outs[0]].shape[0] == 1 and a.params == b.params:
+            found.add((i, o))
+    return found
+
+
+def _with_one_copy(program: Program, copied: Collection[tuple[int, int]]) -> Program:
+    """The program with one copy in the place of each of these stacks."""
+    entered = {op.ins[0]: op for op in program.ops if op.name == "enter_manual"}
+    left = {op.outs[0]: op for op in program.ops if op.name == "leave_manual"}
+    inputs, outputs, gone = list(program.inputs), list(program.outputs), set[int]()
+    for i, o in copied:
+        gone |= {id(entered[inputs[i]]), id(left[outputs[o]])}
+        inputs[i], outputs[o] = entered[inputs[i]].outs[0], left[outputs[o]].ins[0]
+    ops = [op for op in program.ops if id(op) not in gone]
+    return dataclasses.replace(program, inputs=tuple(inputs), outputs=tuple(outputs), ops=ops)
 
 
 def _sources(facts: Facts) -> list[int]:

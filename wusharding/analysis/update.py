@@ -13,11 +13,13 @@ Source: Xu et al. 2020 (arXiv 2004.13336, section 4).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from wusharding.analysis.flow import control_links
-from wusharding.analysis.replication import Facts
-from wusharding.jaxprs import Op, Program
+from wusharding.analysis.placement import Replicas
+from wusharding.analysis.replication import SUMS, Facts, is_collective
+from wusharding.analysis.rules import RULES
+from wusharding.jaxprs import CROSSINGS, Op, Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,3 +100,86 @@ def _read_whole(op: Op, regions: Sequence[Region]) -> set[int]:
     if op.name == "cond":
         found.add(op.ins[0])
     return found
+
+
+def sums_replicas(op: Op, facts: Facts, replicas: Replicas) -> bool:
+    """An operation by which what differs between replicas becomes a sum over them."""
+    axes = frozenset(replicas.reduce_axes)
+    before = any(facts.spreads[v].axes() & axes for v in op.ins)
+    after = any(facts.spreads[v].axes() & axes for v in op.outs)
+    if not before or after or op.subs or op.name in CROSSINGS:
+        return False
+    return op.name in SUMS if is_collective(op) else op.name in RULES
+
+
+def only_rearranges(op: Op, program: Program) -> bool:
+    """A linear operation on its first operand that keeps its elements, but for a factor."""
+    rule = RULES.get(op.name)
+    size = program.avals[op.ins[0]].size if op.ins else 0
+    return (
+        rule is not None
+        and rule.linear is not None
+        and not op.subs
+        and rule.linear(op, (0,))
+        and all(program.avals[v].size == 1 for v in op.ins[1:])
+        and all(program.avals[v].size == size for v in op.outs)
+    )
+
+
+def nearest_weights(
+    program: Program, region: Region, made: Iterable[tuple[int, int]]
+) -> dict[int, int]:
+    """For values of the update the weight that is made from them in the fewest operations.
+
+    Args:
+      program: the step.
+      region: which operations are the update.
+      made: new weights and their numbers; below 0 for what is none.
+    """
+    made_by = {
+        v: op for k, op in enumerate(program.ops) if k not in region.forward for v in op.outs
+    }
+    found: dict[int, int] = {}
+    for v, weight in made:
+        if weight >= 0:
+            found.setdefault(v, weight)
+    level = list(found)
+    while level:
+        below = []
+        for v in level:
+            op = made_by.get(v)
+            for u in op.ins if op is not None else ():
+                if u not in found:
+                    found[u] = found[v]
+                    below.append(u)
+        level = below
+    return found
+
+
+def gradients(
+    facts: Facts, region: Region, replicas: Replicas, made: Iterable[tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """Sums over replicas, rearranged at most, each with the number of the nearest weight.
+
+    Args:
+      facts: what differs between replicas.
+      region: which operations are the update.
+      replicas: the mesh.
+      made: as for `nearest_weights`.
+    """
+    program = facts.program
+    weight_of = nearest_weights(program, region, made)
+    sums: set[int] = set()
+    for k, op in enumerate(program.ops):
+        if k in region.forward:
+            if sums_replicas(op, facts, replicas):
+                sums.update(op.outs)
+        elif sums.intersection(op.ins[:1]) and _keeps(op, program):
+            sums.update(op.outs)
+    for v in sums:
+        if v in weight_of:
+            yield v, weight_of[v]
+
+
+def _keeps(op: Op, program: Program) -> bool:
+    return op.name in ("convert_element_type", "copy") or only_rearranges(op, program)

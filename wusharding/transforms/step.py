@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from wusharding.analysis.assign import assign, decided, why_whole
+from wusharding.analysis.assign import Assignment, assign, decided, why_whole
 from wusharding.analysis.choose import FormatChoice, Target, bucket_sizes, lanes_of
 from wusharding.analysis.layout import Leaf
 from wusharding.analysis.placement import Placement, Replicas, Tiles, spec_tiles
@@ -18,9 +19,9 @@ from wusharding.analysis.replication import Spread
 from wusharding.analysis.schedule import Schedule
 from wusharding.analysis.step import StepUpdate, find_update
 from wusharding.analysis.step_plan import StepPlan, make_step_plan
-from wusharding.errors import ContextError, StateMismatchError
+from wusharding.errors import ContextError, ReplicationError, StateMismatchError
 from wusharding.formats.buckets import BucketSizes
-from wusharding.jaxprs import Aval, Program, prune, trace_step
+from wusharding.jaxprs import Program, is_extended, prune, trace_step
 from wusharding.transforms import checks
 from wusharding.transforms.collectives import Collectives
 from wusharding.transforms.context import (
@@ -66,6 +67,7 @@ class Built:
       out_shape: what it returns, in logical shapes.
       plan: what was decided.
       fun: the compiled function, of arguments as they are stored.
+      seen: not empty once stacks of copies were found to be equal.
     """
 
     context: Context
@@ -76,6 +78,7 @@ class Built:
     out_shape: Any
     plan: StepPlan
     fun: Any
+    seen: list[bool] = dataclasses.field(default_factory=list)
 
     @property
     def replicas(self) -> Replicas:
@@ -84,8 +87,7 @@ class Built:
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Whether these arrays, whole or as stored, are what the step was built for."""
         return all(
-            x.dtype == leaf.dtype
-            and tuple(x.shape) in (leaf.shape, leaf.stored_shape(self.replicas))
+            x.dtype == leaf.dtype and tuple(x.shape) in _shapes(leaf, self.replicas)
             for leaf, x in zip(self.ins, leaves, strict=True)
         )
 
@@ -220,7 +222,7 @@ class ShardedStep:
         split = [
             i
             for i, leaf in enumerate(found)
-            if leaf.placement.span is not None and tuple(leaves[i].shape) != leaf.shape
+            if tuple(leaves[i].shape) != leaf.logical_shape(built.replicas)
         ]
         whole = _convert(built, [found[i] for i in split], [leaves[i] for i in split], back=True)
         for i, x in zip(split, whole, strict=True):
@@ -258,7 +260,7 @@ class ShardedStep:
                 for node in nodes(tree):
                     found = known[node.start : node.stop]
                     if node.treedef == treedef and all(
-                        tuple(x.shape) in (leaf.shape, leaf.stored_shape(built.replicas))
+                        tuple(x.shape) in _shapes(leaf, built.replicas)
                         for leaf, x in zip(found, leaves, strict=True)
                     ):
                         return built, found
@@ -268,6 +270,16 @@ class ShardedStep:
         )
 
     def _for(self, args: tuple[Any, ...]) -> Built:
+        leaves, treedef = jax.tree.flatten(args)
+        try:
+            key = (treedef, tuple((x.shape, x.dtype, _spec_of(x)) for x in leaves))
+            self._last = self._built[key]
+            return self._last
+        except (AttributeError, KeyError):
+            return self._new(args)
+
+    def _new(self, args: tuple[Any, ...]) -> Built:
+        """The step for arguments of a form that was not seen yet."""
         paths, leaves, treedef = flatten_with_paths(args)
         for path, x in zip(paths, leaves, strict=True):
             if not hasattr(x, "shape") and not isinstance(x, bool | int | float | complex):
@@ -275,8 +287,8 @@ class ShardedStep:
                     f"args{path}: found {type(x).__name__}, need arrays. Bind settings and "
                     "functions before, as by functools.partial."
                 )
-        leaves = [x if hasattr(x, "shape") else jax.numpy.asarray(x) for x in leaves]
-        key = (treedef, tuple((tuple(x.shape), x.dtype, _spec_of(x)) for x in leaves))
+        leaves = [x if hasattr(x, "shape") else jnp.asarray(x) for x in leaves]
+        key = (treedef, tuple((x.shape, x.dtype, _spec_of(x)) for x in leaves))
         if key not in self._built:
             known = next(
                 (b for b in self._built.values() if b.args_def == treedef and b.accepts(leaves)),
@@ -319,30 +331,9 @@ class ShardedStep:
             min_shard_elems=options.min_shard_elems,
         )
         schedule, problems = decided(update, replicas, found.params, found.state)
-        placements = [Placement(update.facts.spreads[v].tiles) for v in program.inputs]
-        outputs = [p for _, p in schedule.outputs]
-        for (i, _), p in zip(update.weights, found.params, strict=True):
-            placements[i] = update.stored(p)
-        for (i, _), p in zip(update.aux, found.state, strict=True):
-            placements[i] = p
-
-        reasons = [""] * len(program.inputs)
-        for pairs, splits in ((update.weights, found.params), (update.aux, found.state)):
-            for (i, _), p in zip(pairs, splits, strict=True):
-                aval = program.avals[program.inputs[i]]
-                reasons[i] = why_whole(aval, p, replicas, options.min_shard_elems, _UNREACHED)
-
-        def leaf(path: str, aval: Aval, p: Placement, why: str = "") -> Leaf:
-            return Leaf(path, aval.shape, aval.dtype, p, lanes_of(p, aval.shape, target), why)
-
-        ins = tuple(
-            leaf(path, program.avals[v], p, why)
-            for path, v, p, why in zip(paths, program.inputs, placements, reasons, strict=True)
-        )
         out_paths, _, _ = flatten_with_paths(out_shape)
-        outs = tuple(
-            leaf(path, program.avals[v], p)
-            for path, v, p in zip(out_paths, program.outputs, outputs, strict=True)
+        ins, outs = _leaves_of(
+            update, found, schedule, (paths, out_paths), options, target, replicas
         )
         donate = self._donate
         if donate is None:
@@ -407,8 +398,11 @@ class ShardedStep:
 
     def _placed(self, built: Built, args: Any) -> Any:
         """Arguments as they are stored, on the mesh; those that are there already are not moved."""
-        leaves = [x if hasattr(x, "shape") else jax.numpy.asarray(x) for x in jax.tree.leaves(args)]
+        leaves = [x if hasattr(x, "shape") else jnp.asarray(x) for x in jax.tree.leaves(args)]
         whole = _unstored(built, leaves)
+        if whole or not built.seen:
+            _check_copies(built, leaves, range(len(leaves)) if not built.seen else whole)
+            built.seen.append(True)
         if whole:
             done = _convert(built, [built.ins[i] for i in whole], [leaves[i] for i in whole])
             for i, x in zip(whole, done, strict=True):
@@ -440,6 +434,48 @@ class ShardedStep:
         return built.args_def.unflatten(leaves)
 
 
+def _shapes(leaf: Leaf, replicas: Replicas) -> tuple[tuple[int, ...], ...]:
+    """The shapes in which an array may come: its owner's, and as it is stored."""
+    return leaf.logical_shape(replicas), leaf.stored_shape(replicas)
+
+
+def _leaves_of(
+    update: StepUpdate,
+    found: Assignment,
+    schedule: Schedule,
+    paths: tuple[Sequence[str], Sequence[str]],
+    options: StepOptions,
+    target: Target,
+    replicas: Replicas,
+) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
+    """How each argument and each result is stored."""
+    program = update.program
+    placements = [Placement(update.facts.spreads[v].tiles) for v in program.inputs]
+    reasons = [""] * len(placements)
+    for pairs, splits in ((update.weights, found.params), (update.aux, found.state)):
+        for (i, _), p in zip(pairs, splits, strict=True):
+            placements[i] = update.stored(p) if pairs is update.weights else p
+            aval = program.avals[program.inputs[i]]
+            reasons[i] = why_whole(aval, p, replicas, options.min_shard_elems, _UNREACHED)
+    copied_in, copied_out = ({pair[end] for pair in update.copied} for end in (0, 1))
+
+    def leaf(v: int, path: str, p: Placement, why: str, copied: bool) -> Leaf:
+        aval = program.avals[v]
+        copies = replicas.reduce_axes if copied else ()
+        lanes = lanes_of(p, aval.shape, target)
+        return Leaf(path, aval.shape, aval.dtype, p, lanes, why, copies)
+
+    ins = tuple(
+        leaf(v, paths[0][i], placements[i], reasons[i], i in copied_in)
+        for i, v in enumerate(program.inputs)
+    )
+    outs = tuple(
+        leaf(v, paths[1][o], schedule.outputs[o][1], "", o in copied_out)
+        for o, v in enumerate(program.outputs)
+    )
+    return ins, outs
+
+
 def _unstored(built: Built, leaves: Sequence[Any]) -> list[int]:
     """Arrays that came whole and are stored in another shape."""
     return [
@@ -447,6 +483,27 @@ def _unstored(built: Built, leaves: Sequence[Any]) -> list[int]:
         for i, (leaf, x) in enumerate(zip(built.ins, leaves, strict=True))
         if tuple(x.shape) != leaf.stored_shape(built.replicas)
     ]
+
+
+def _check_copies(built: Built, leaves: Sequence[Any], which: Iterable[int]) -> None:
+    """Stacks that count as copies of one array, as with `pmap`, hold the same on every replica."""
+    stacks = [i for i in which if built.ins[i].copies and leaves[i].shape[0] > 1]
+    arrays = [leaves[i] for i in stacks]
+    for i, same in zip(stacks, jax.device_get(_all_equal(arrays)), strict=True):
+        if not same:
+            raise ReplicationError(
+                f"args{built.ins[i].path}: its copies differ between the replicas, along dim 0, "
+                "and the step treats it as one value: it goes round, and nothing makes the copies "
+                "differ. Replicate one copy, as by jax.device_put_replicated."
+            )
+
+
+@jax.jit
+def _all_equal(stacks: list[Any]) -> list[Any]:
+    def bits(x: Any) -> Any:
+        return jax.random.key_data(x) if is_extended(x.dtype) else x
+
+    return [jnp.all((x == x[:1]) | ((x != x) & (x[:1] != x[:1]))) for x in map(bits, stacks)]
 
 
 def _convert(
