@@ -48,8 +48,10 @@ def main(argv: Sequence[str] | None = None) -> common.Report:
     if not args.replicated:
         tx = wus.shard_updates(tx, mesh=mesh)
     state = TrainState.create(apply_fn=network.apply, params=params, tx=tx)
+    lies = P()
+    if not args.replicated:
+        lies = specs(state)
 
-    lies = P() if args.replicated else specs(state)
     mapped = jax.shard_map(
         train_steps, mesh=mesh, in_specs=(lies, P(None, "data")), out_specs=(lies, P())
     )

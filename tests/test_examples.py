@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,14 @@ EXAMPLES = {
     "equinox_loop": (["jit(train_step)"], False),
 }
 STEPS = 5
+PAGE = (ROOT / "docs" / "flax.md").read_text()
+# Of each loop on the page: what becomes of its gradients, and bytes of state, now and before.
+TABLE = {
+    name: (gradients, int(now.replace(",", "")), int(was.replace(",", "")))
+    for name, gradients, now, was in re.findall(
+        r"\| `(\w+)` \| ([^|]*) \| ([\d,]+) B, was ([\d,]+) B \|", PAGE
+    )
+}
 
 
 def run(name: str, monkeypatch: Any, *arguments: str) -> tuple[common.Report, list[str]]:
@@ -54,6 +63,10 @@ def test_an_example_equals_the_loop_before(name, monkeypatch, capsys):
     assert len(sharded.losses) == STEPS
     assert relative_error(sharded.params, plain.params) <= 1e-4
     assert sharded.state_bytes <= 1.1 * plain.state_bytes / jax.device_count()
+    if name in TABLE:
+        gradients, now, was = TABLE[name]
+        assert gradients.startswith("reduce-scattered") == scatters
+        assert (sharded.state_bytes, plain.state_bytes) == (now, was)
     assert f"optimizer state  {sharded.state_bytes:,} B on each device" in printed
     assert [f for f in compiled if f in functions] == functions
     grad_bytes = sum(x.nbytes for x in jax.tree.leaves(sharded.params))
@@ -75,6 +88,10 @@ def test_low_precision_weights_are_the_cast_masters(monkeypatch):
     np.testing.assert_allclose(done.losses, full.losses, rtol=0.05)
 
 
+def test_the_page_has_a_row_and_a_change_for_each_loop():
+    assert len(TABLE) == len(re.findall(r"```diff", PAGE)) == len(set(TABLE) & set(EXAMPLES)) == 5
+
+
 def test_all_examples_are_run_here_and_say_how_they_are_started():
     scripts = {p.stem: p for p in (ROOT / "examples").glob("*.py")}
     scripts = {n: p for n, p in scripts.items() if n not in ("__init__", "common")}
@@ -82,3 +99,23 @@ def test_all_examples_are_run_here_and_say_how_they_are_started():
     for name, path in scripts.items():
         text = ast.get_docstring(ast.parse(path.read_text()))
         assert f"python -m examples.{name} [--steps 50] [--replicated]" in text
+
+
+# --------------------------------------------------------------------------------- docs/flax.md
+
+
+def test_the_page_of_flax_runs():
+    names: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(compile(block, "docs/flax.md", "exec"), names)
+    assert "restored" in names
+
+
+@pytest.mark.parametrize(("name", "diff"), re.findall(r"```diff (\w+)\n(.*?)```", PAGE, re.DOTALL))
+def test_what_the_page_changes_is_in_the_example(name, diff):
+    """Kept and added lines; of an example's comments only those that the page shows."""
+    script = (ROOT / "examples" / f"{name}.py").read_text().splitlines()
+    script = [text.strip() for line in script for text in (line, line.split("  #")[0])]
+    lines = [line for line in diff.splitlines() if line]
+    assert {line[0] for line in lines} <= set("+- ")
+    assert [line for line in lines if line[0] != "-" and line[1:].strip() not in script] == []

@@ -186,6 +186,42 @@ def test_train_state_in_pmap(cls):
     assert int(jax_utils.unreplicate(state).step) == STEPS
 
 
+def test_states_of_one_place_in_another_are_refused():
+    """Each would be silently wrong: one device's part for all, or all parts for each device."""
+    mesh, batch = mesh_of({"data": 8}), (X.reshape(8, 2, 17), Y.reshape(8, 2, 3))
+    tx = wus.shard_updates(optax.adamw(0.01), mesh=mesh)
+    step = jax.pmap(take_local_step, axis_name="data")
+    made_outside = train_state.TrainState.create(
+        apply_fn=NETWORK.apply, params=on(mesh, PARAMS), tx=tx
+    )
+    with pytest.raises(wus.StateMismatchError, match=r"for pmap make it inside: jax\.pmap\(tx"):
+        step(jax_utils.replicate(made_outside), *batch)
+    made_inside = jax.pmap(tx.init, axis_name="data")(jax_utils.replicate(PARAMS))
+    with pytest.raises(wus.StateMismatchError, match="one device's part, as unreplicate takes it"):
+        tx.unshard(jax_utils.unreplicate(made_inside))
+    plain = jax.pmap(tx.unshard, axis_name="data")(made_inside)
+    assert_same_bits(jax_utils.unreplicate(plain), optax.adamw(0.01).init(PARAMS))
+
+
+# https://github.com/google-deepmind/optax/issues/577
+def test_learning_rates_of_an_nnx_optimizer_change_without_a_compile():
+    mesh = mesh_of({"data": 8}, auto=True)
+    optimizer, plain = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), optax.sgd(0.05)
+    model, wanted = (on(mesh, nnx.Linear(17, 3, rngs=nnx.Rngs(0))) for _ in range(2))
+    sharded = wus_flax.Optimizer(model, wus.shard_updates(optimizer, mesh=mesh), wrt=nnx.Param)
+    grads = nnx.state(on(mesh, nnx.Linear(17, 3, rngs=nnx.Rngs(1))))
+    step = nnx.jit(lambda model, optimizer: optimizer.update(model, grads))
+    with compiled_functions() as compiled:
+        for rate in (0.1, 0.05, 0.05):
+            sharded.opt_state.inner.hyperparams["learning_rate"][...] = rate
+            step(model, sharded)
+    assert [f for f in compiled if "reshard" not in f] == ["jit(<lambda>)"]
+    other = nnx.Optimizer(wanted, plain, wrt=nnx.Param)
+    for _ in range(4):  # 0.1 + 0.05 + 0.05
+        other.update(wanted, grads)
+    assert relative_error(*map(nnx.to_pure_dict, (nnx.state(model), nnx.state(wanted)))) <= 1e-6
+
+
 class Normed(nn.Module):
     """A batch norm over the replicas that `axis_name` names, if it does, and dropout."""
 

@@ -345,12 +345,21 @@ def check_stored(name: str, leaf: Leaf, x: Any, layout: Layout, context: Context
     need = leaf.stored_shape(replicas, context.local_axes)
     if tuple(x.shape) != need:
         where = "on each device" if context.manual else "as a global array"
-        hint = "Pass the state into shard_map with tx.state_specs(params)."
+        hint = (
+            "Pass the state into shard_map with tx.state_specs(params); for pmap make it inside: "
+            "jax.pmap(tx.init, axis_name=...)(params)."
+        )
         if context.open_axes:
             axes = set(context.local_axes)
             hint = f"Pass the state into shard_map with tx.state_specs(params, axis_names={axes})."
-        if not context.manual and tuple(x.shape[1:]) == leaf.local_stored_shape(replicas):
+        local = leaf.local_stored_shape(replicas)
+        if not context.manual and tuple(x.shape[1:]) == local:
             hint = "It looks stacked by pmap: convert it inside pmap, where it was made."
+        elif not context.manual and tuple(x.shape) == local:
+            hint = (
+                "It looks like one device's part, as unreplicate takes it: convert the state "
+                "inside pmap, where it was made."
+            )
         raise StateMismatchError(
             f"{name}{leaf.path}: found shape {list(x.shape)}, need {list(need)} {where} (logical "
             "shape "
