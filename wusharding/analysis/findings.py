@@ -430,7 +430,7 @@ def _needed_whole(step: _Step, outs: Sequence[Leaf]) -> Iterator[Finding]:
             readers |= dict.fromkeys(s.ins, s.op.source)
     reduced = [m for m in moves.all if m.kind == "reduce"]
     scattered = {sums.chain(moves.first(m))[-1] for m in reduced if m.after.span is not None}
-    costs: dict[tuple[str, str, bool], int] = {}
+    costs: dict[tuple[str, str, str], int] = {}
     for move in moves.all:
         first = moves.first(move)
         if move.kind == "gather" and not move.planned:
@@ -442,15 +442,16 @@ def _needed_whole(step: _Step, outs: Sequence[Leaf]) -> Iterator[Finding]:
         else:
             continue
         origin = origins.get(first)
-        is_gradient = origin is not None and origin.linear
-        key = (readers.get(move.dest, "unknown line"), move.kind, is_gradient)
+        what = "A value of the update"
+        if origin is not None:
+            what = "A gradient" if origin.linear else "Something made of a gradient"
+        key = (readers.get(move.dest, "unknown line"), move.kind, what)
         costs[key] = costs.get(key, 0) + cost
     returned = {leaf.path for leaf in outs}
-    for (where, kind, is_gradient), cost in costs.items():
+    for (where, kind, what), cost in costs.items():
         yield Finding(
             "needed-whole",
-            ("A gradient" if is_gradient else "A value of the update")
-            + " is needed whole"
+            f"{what} is needed whole"
             + (": the step returns it." if where in returned else ": this takes no pieces.")
             + (
                 " It is gathered." if kind == "gather" else " It is all-reduced, and scattered too."

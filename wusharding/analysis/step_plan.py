@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from wusharding.analysis.findings import Finding, find_faults, finding_lines
 from wusharding.analysis.layout import Leaf
-from wusharding.analysis.placement import Replicas
+from wusharding.analysis.placement import Placement, Replicas
 from wusharding.analysis.plan import (
     LeafPlan,
     bytes_text,
@@ -25,6 +25,7 @@ from wusharding.analysis.schedule import (
     steps_of,
 )
 from wusharding.analysis.step import StepUpdate
+from wusharding.analysis.sums import Sums
 from wusharding.analysis.traffic import Traffic, traffic_of
 from wusharding.formats.buckets import BucketSizes
 
@@ -47,6 +48,7 @@ class StepPlan:
       whole: operations that needed a split value whole, with their source lines.
       owned: matrix jobs that one replica does for all: their number, and that of the replicas.
       findings: faults of the step as written that cost money; those that cost most first.
+      updates: the weights again, as each device updates its share of them.
     """
 
     num_shards: int
@@ -60,6 +62,7 @@ class StepPlan:
     whole: tuple[Problem, ...]
     owned: tuple[int, int]
     findings: tuple[Finding, ...] = ()
+    updates: tuple[LeafPlan, ...] = ()
 
     @property
     def state_bytes(self) -> int:
@@ -91,6 +94,13 @@ class StepPlan:
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
+    def _weight_rows(self) -> list[LeafPlan]:
+        """The weights, with the format of their update: between steps they may be whole."""
+        return [
+            dataclasses.replace(held, format=update.format)
+            for held, update in zip(self.weights, self.updates, strict=True)
+        ]
+
     def _lines(self) -> list[str]:
         replicas = (
             f" ({self.num_replicas} replicas)" if self.num_replicas != self.num_shards else ""
@@ -104,7 +114,7 @@ class StepPlan:
             f"{bytes_text(self.held_bytes)} now",
             f"  weights    {bytes_text(before)} on each device before, {bytes_text(after)} now",
         ]
-        lines += ["", "Weights"] + leaf_lines(self.weights)
+        lines += ["", "Weights, and how their update is split"] + leaf_lines(self._weight_rows())
         lines += ["", "State"] + leaf_lines(self.state)
         lines += ["", "Sums over replicas in the step as written (bytes that one device puts in)"]
         lines += _traffic_lines(self.before)
@@ -135,6 +145,7 @@ def make_step_plan(
     replicas: Replicas,
     buckets: BucketSizes,
     donated: Collection[int],
+    splits: Sequence[Placement],
 ) -> StepPlan:
     """The plan of one step, from what was found and decided.
 
@@ -147,6 +158,7 @@ def make_step_plan(
       replicas: the mesh.
       buckets: which arrays travel together.
       donated: the numbers of the arguments that are donated.
+      splits: how the update of each weight is split.
     """
     steps = steps_of(schedule)
     jobs = [j for s in steps if isinstance(s, OwnedStage) for j in s.jobs]
@@ -164,30 +176,39 @@ def make_step_plan(
         whole=tuple(problems),
         owned=(len(jobs), len({j.owner for j in jobs})),
         findings=find_faults(update, ins, outs, schedule, replicas, donated),
+        updates=tuple(
+            leaf_plan(dataclasses.replace(ins[i], placement=p, lanes=None), replicas)
+            for (i, _), p in zip(update.weights, splits, strict=True)
+        ),
     )
 
 
 def sums_as_written(facts: Facts, replicas: Replicas) -> list[Traffic]:
     """The sums over replicas of a step as its author wrote it, one all-reduce each."""
     rows: dict[str, list[int]] = {}
-    for purpose, nbytes in _sums(facts, frozenset(replicas.reduce_axes), 1, ""):
+    for purpose, nbytes in _sums(Sums(facts, replicas), 1, ""):
         total = rows.setdefault(purpose, [0, 0])
         total[0] += 1
         total[1] += nbytes
     return [Traffic("all-reduce", purpose, *total) for purpose, total in rows.items()]
 
 
-def _sums(facts: Facts, axes: frozenset[str], turns: int, where: str) -> Iterable[tuple[str, int]]:
-    program = facts.program
+def _sums(sums: Sums, turns: int, where: str) -> Iterable[tuple[str, int]]:
+    program, facts = sums.facts.program, sums.facts
+    axes = frozenset(sums.replicas.reduce_axes)
     for k, op in enumerate(program.ops):
         if op.subs:
             length = op.params["length"] if op.name == "scan" else 1
             inside = " in a loop" if op.name in ("scan", "while") else where
-            for body in facts.bodies.get(k, ()):
-                yield from _sums(body, axes, turns * length, inside)
+            for body, _ in sums.inside(k, {}):
+                yield from _sums(body, turns * length, inside)
             continue
         before = any(facts.spreads[v].axes() & axes for v in op.ins)
         after = any(facts.spreads[v].axes() & axes for v in op.outs)
         if k in facts.touched and before and not after:
             size = sum(program.avals[v].nbytes for v in op.outs) * turns
             yield ("sums" if op.name in SUMS else "sums of the batch") + where, size
+        elif not before and sums.repeats(k):
+            size = sum(program.avals[v].nbytes for v in op.ins if v in sums.data) * turns
+            if size:
+                yield "sums of what is equal already" + where, size

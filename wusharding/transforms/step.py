@@ -339,7 +339,9 @@ class ShardedStep:
         if donate is None:
             donate = [k for k, d in enumerate(_per_argument(args, donated)) if d]
         buckets = bucket_sizes(options.bucket_bytes, target)
-        plan = make_step_plan(update, ins, outs, schedule, problems, replicas, buckets, donate)
+        plan = make_step_plan(
+            update, ins, outs, schedule, problems, replicas, buckets, donate, found.params
+        )
         run = _runner(context, ins, outs, schedule, buckets)
         out_def = jax.tree.structure(out_shape)
 
