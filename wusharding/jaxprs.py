@@ -27,6 +27,7 @@ from jax import lax
 from jax.extend import core as jex
 from jax.extend import source_info_util
 from jax.interpreters import mlir
+from jax.sharding import AbstractMesh
 
 
 class Aval(NamedTuple):
@@ -153,19 +154,22 @@ _ANNOTATIONS = frozenset(
 _SHARDING_PARAMS = ("out_sharding", "sharding")
 
 
-def trace(fun: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
+def trace(
+    fun: Callable[..., Any], *args: Any, mesh: AbstractMesh | None = None
+) -> tuple[Program, Any]:
     """Traces `fun` at global shapes, outside of any mesh.
 
     Args:
       fun: a function of pytrees of arrays.
       *args: pytrees of anything with `shape` and `dtype`.
+      mesh: the mesh that `fun` finds around it; None hides any.
 
     Returns:
       The program, whose inputs are the leaves of `args` in order, and the output as a pytree of
       `jax.ShapeDtypeStruct`.
     """
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    with no_mesh():
+    with no_mesh() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
         closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*structs)
     return from_jaxpr(closed), out_shape
 
@@ -268,7 +272,8 @@ class _Builder:
             subs = _bodies(eqn)
             primitive, params = eqn.primitive, _without_shardings(eqn.params)
             if primitive.name in _ANNOTATIONS:
-                primitive, params = Identity("copy"), params | {"annotation": primitive.name}
+                said = {"annotation": primitive.name, "said": eqn.params.get("sharding")}
+                primitive, params = Identity("copy"), params | said
             self.ops.append(Op(primitive, params, ins, outs, subs, sources))
         return tuple(self.atom(a, env) for a in jaxpr.outvars)
 

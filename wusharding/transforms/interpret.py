@@ -244,30 +244,51 @@ def neutral(reduction: Reduction, dtype: Any) -> jax.Array:
 # --------------------------------------------------------------------- evaluating whole operations
 
 
-def evaluate(op: Op, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
+Visit = Callable[[Program, int, Any], Any]
+
+
+def evaluate(
+    op: Op, params: dict[str, Any], args: Sequence[Any], visit: Visit | None = None
+) -> list[Any]:
     """One operation on the values given: what they hold is up to the caller."""
     if op.subs:
         aligned = align_varying([jnp.asarray(a) for a in args])
-        return reenter(op, aligned, [_whole_body(sub) for sub in op.subs])
+        return reenter(op, aligned, [_whole_body(sub, visit) for sub in op.subs])
     out = op.primitive.bind(*align_varying(args), **params)
     return list(out) if op.primitive.multiple_results else [out]
 
 
-def evaluate_program(program: Program, args: Sequence[Any]) -> list[Any]:
-    """A program on whole values."""
+def evaluate_program(
+    program: Program, args: Sequence[Any], visit: Visit | None = None
+) -> list[Any]:
+    """Evaluates a program on whole values.
+
+    Args:
+      program: as `trace` made it.
+      args: one array for each of its inputs.
+      visit: called as `visit(program, value, x)` for each value, with its number in the program
+        that it belongs to, bodies of loops and branches included; what it returns takes its place.
+
+    Returns:
+      The program's outputs.
+    """
     env: dict[int, Any] = dict(program.consts)
     env.update(zip(program.inputs, args, strict=True))
+    if visit is not None:
+        env.update((v, visit(program, v, env[v])) for v in program.inputs)
     for op in program.ops:
-        outs = evaluate(op, op.params, [env[v] for v in op.ins])
+        outs = evaluate(op, op.params, [env[v] for v in op.ins], visit)
+        if visit is not None:
+            outs = [visit(program, v, x) for v, x in zip(op.outs, outs, strict=True)]
         env.update(zip(op.outs, outs, strict=True))
     return [env[v] for v in program.outputs]
 
 
-def _whole_body(program: Program) -> Body:
+def _whole_body(program: Program, visit: Visit | None) -> Body:
     """A body on whole values; if one varies, all do, so that carries and branches agree."""
 
     def body(*args: Any) -> list[Any]:
-        outs = [jnp.asarray(x) for x in evaluate_program(program, args)]
+        outs = [jnp.asarray(x) for x in evaluate_program(program, args, visit)]
         return align_varying(outs)
 
     return body

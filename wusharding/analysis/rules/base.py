@@ -27,13 +27,25 @@ Reduction = Literal["sum", "prod", "max", "min", "and", "or", "xor"]
 
 
 class Factors(NamedTuple):
-    """The labels of one operation: `ins[i][d]` are the factors of dim `d`, major to minor."""
+    """The labels of one operation: `ins[i][d]` are the factors of dim `d`, major to minor.
+
+    Attributes:
+      ins: for each operand the factors of its dims.
+      outs: the same for each result.
+      sizes: elements along each factor.
+      reduced: factors that label no result, and how their pieces combine.
+      blocked: factors of which the operation needs all at once.
+      windows: pairs of blocked factors that move along each other, as the rows of an image and of
+        its convolution: a piece of one needs the same piece of the other, and a few elements beyond
+        its ends.
+    """
 
     ins: tuple[DimFactors, ...]
     outs: tuple[DimFactors, ...]
     sizes: Mapping[int, int]
     reduced: Mapping[int, Reduction] = {}
     blocked: frozenset[int] = frozenset()
+    windows: tuple[tuple[int, int], ...] = ()
 
 
 class LocalView(NamedTuple):

@@ -66,7 +66,12 @@ def _conv_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
             free |= {*labels[1][rhs[0]], *labels[0][lhs[1]]}
             reduced = dict.fromkeys(labels[0][lhs[1]], "sum")
     a, b, c = (tuple(x) for x in labels)
-    return Factors((a, b), (c,), sizes, reduced, frozenset(sizes) - free)
+    windows = []
+    for i, j, k in zip(lhs[2:], rhs[2:], out[2:], strict=True):
+        # Where the window is the longer, as in a kernel's gradient, it moves with the operand.
+        other = c[k] if ins[1].shape[j] <= outs[0].shape[k] else b[j]
+        windows.append((a[i][0], other[0]))
+    return Factors((a, b), (c,), sizes, reduced, frozenset(sizes) - free, tuple(windows))
 
 
 def _batched(core_dims: int) -> FactorsFn:

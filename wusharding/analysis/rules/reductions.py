@@ -126,7 +126,8 @@ def _window_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
         blocked |= {d, fresh}
     starts = ((),) * (len(ins) - arrays)
     a, b = tuple(label_in), tuple(label_out)
-    return Factors((a,) * arrays + starts, (b,) * arrays, sizes, {}, frozenset(blocked))
+    windows = tuple((i, j) for (i,), (j,) in zip(a, b, strict=True) if i != j)
+    return Factors((a,) * arrays + starts, (b,) * arrays, sizes, {}, frozenset(blocked), windows)
 
 
 def _plain(x: Any) -> Any:

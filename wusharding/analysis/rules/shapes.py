@@ -195,9 +195,12 @@ def _transpose_reshape(op: Op, view: LocalView) -> tuple[tuple[int, ...] | None,
 
 
 def _kept(
-    touched: Callable[[Op, tuple[int, ...]], set[int]], arrays: int = 1
+    touched: Callable[[Op, tuple[int, ...]], set[int]], arrays: int = 1, *, shifts: bool = False
 ) -> Callable[..., Factors]:
-    """Factors where the first `arrays` operands share dims; `touched` dims are blocked."""
+    """Factors where the first `arrays` operands share dims; `touched` dims are blocked.
+
+    `shifts`: along touched dims elements keep their order, and move by a few places if most stay.
+    """
 
     def factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
         blocked = touched(op, ins[0].shape)
@@ -222,9 +225,17 @@ def _kept(
         rest = tuple(same_free(a, sizes) for a in ins[arrays:])
         result = tuple(label(a) for a in outs)
         free = frozenset(f for f in sizes if f >= ndim)
-        return Factors(first + rest, result, sizes, {}, free)
+        pairs = zip(first[0], result[0], strict=True) if shifts else ()
+        windows = tuple(
+            (i, j) for (i,), (j,) in pairs if i in free and _most_stay(sizes[i], sizes[j])
+        )
+        return Factors(first + rest, result, sizes, {}, free, windows)
 
     return factors
+
+
+def _most_stay(before: int, after: int) -> bool:
+    return max(before, after) <= 1.5 * min(before, after)
 
 
 def same_free(aval: Aval, sizes: dict[int, int]) -> DimFactors:
@@ -356,8 +367,8 @@ register(
     "transpose",
     OpRule("shapes", _transpose_factors, _transpose_localize, _transpose_reshape, linear=_linear),
 )
-register("slice", OpRule("shapes", _kept(_sliced), _slice_localize, linear=_linear))
-register("pad", OpRule("shapes", _kept(_padded), _pad_localize))
+register("slice", OpRule("shapes", _kept(_sliced, shifts=True), _slice_localize, linear=_linear))
+register("pad", OpRule("shapes", _kept(_padded, shifts=True), _pad_localize))
 register(
     "concatenate",
     OpRule("shapes", _concatenate_factors, _one_dim_localize("dimension"), linear=_all_linear),
