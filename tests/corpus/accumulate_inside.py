@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from tests.corpus.case import Case, mean_squares, mlp_params, regression
 
-MODES = ("unchecked",)
+MODES = ("unchecked", "pmap")
 
 MICROBATCHES = 2
 

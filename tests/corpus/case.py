@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 Tree = Any
 
 GLOBAL = ("auto", "explicit")
-MANUAL = ("unchecked", "checked")
+MANUAL = ("unchecked", "checked", "pmap")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from tests.corpus.case import Case, mean_squares, mlp_params, regression
 
-MODES = ("unchecked",)
+MODES = ("unchecked", "pmap")
 
 tx = optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2)
 

@@ -6,9 +6,9 @@ import optax
 from jax import lax
 from jax.sharding import Mesh
 
-from tests.corpus.case import MANUAL, Case, mean_squares, mlp_params, regression
+from tests.corpus.case import Case, mean_squares, mlp_params, regression
 
-MODES = MANUAL
+MODES = ("unchecked", "checked")
 
 tx = optax.adam(1e-2)
 

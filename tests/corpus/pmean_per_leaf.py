@@ -6,9 +6,9 @@ import optax
 from jax import lax
 from jax.sharding import Mesh
 
-from tests.corpus.case import MANUAL, Case, mean_squares, mlp_params, regression
+from tests.corpus.case import Case, mean_squares, mlp_params, regression
 
-MODES = MANUAL
+MODES = ("unchecked", "checked")
 
 tx = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
 
