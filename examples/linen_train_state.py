@@ -1,9 +1,10 @@
 """Flax linen and `TrainState` in `jit`, with batch norm and dropout: two lines change.
 
-    python -m examples.linen_train_state [--steps 50] [--replicated]
+    python -m examples.linen_train_state [--steps 50] [--replicated] [--whole-step]
 
-Global views on an auto mesh: XLA reduces the gradients where they arise, so they arrive whole and
-are sliced; update and state are sharded all the same. `examples.scan_steps` reduce-scatters.
+In a global view XLA reduces the gradients where they arise, so the optimizer gets them whole and
+slices them; update and state are sharded all the same. With `--whole-step` the update is found in
+the step instead, the optimizer stays as it was, and the gradients are reduce-scattered.
 """
 
 from collections.abc import Sequence
@@ -50,7 +51,9 @@ def train_step(state: State, batch: Any) -> tuple[State, jax.Array]:
 
 
 def main(argv: Sequence[str] | None = None) -> common.Report:
-    args = common.parse_arguments(argv, __doc__)
+    parser = common.make_parser(__doc__)
+    parser.add_argument("--whole-step", action="store_true", help="shard the step as a whole")
+    args = parser.parse_args(argv)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     batches = (jax.device_put(batch, split) for batch in common.digits(args.steps))
@@ -59,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> common.Report:
     images = jax.numpy.zeros((1, 8, 8, 1))
     variables = jax.device_put(network.init(jax.random.key(0), images, train=False), whole)
     tx = optax.adamw(3e-3)
-    if not args.replicated:
+    if not args.replicated and not args.whole_step:
         tx = wus.shard_updates(tx, mesh=mesh)
     state = State.create(
         apply_fn=network.apply,
@@ -70,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> common.Report:
     )
 
     step = jax.jit(train_step, donate_argnums=0)
+    if args.whole_step:
+        step = wus.shard_step(step, mesh=mesh)
     losses = []
     for batch in batches:
         state, loss = step(state, batch)

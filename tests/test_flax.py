@@ -518,6 +518,58 @@ def test_nnx_in_shard_map():
     assert all(c.operand_bytes <= 8 for c in of_kind(found, "all-reduce"))
 
 
+# ------------------------------------------------------------------------------ the step as a whole
+
+
+def test_a_whole_step_of_replicated_states_in_pmap():
+    """`replicate` puts arrays on a mesh of its own, with another axis."""
+    state = train_state.TrainState.create(
+        apply_fn=NETWORK.apply, params=PARAMS, tx=OPTIMIZERS["adamw"]
+    )
+
+    def reduced_step(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
+        loss_fn = functools.partial(mean_squares, state.apply_fn)
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, x, y)
+        return state.apply_gradients(grads=lax.pmean(grads, "data")), lax.pmean(loss, "data")
+
+    mapped, batch = (
+        jax.pmap(reduced_step, axis_name="data"),
+        (X.reshape(8, 2, 17), Y.reshape(8, 2, 3)),
+    )
+    with pytest.raises(wus.ContextError, match=r"nor an argument on one with axis=\('data',\)"):
+        wus.shard_step(mapped)(jax_utils.replicate(state), *batch)
+    step = wus.shard_step(mapped, mesh=mesh_of({"data": 8}, auto=True))
+    state, losses = run(step, jax_utils.replicate(state), *batch)
+    assert_trains_alike(jax_utils.unreplicate(step.unshard(state)), [loss[0] for loss in losses])
+    held = bytes_on_devices(state.opt_state)
+    whole = 2 * sum(x.nbytes for x in jax.tree.leaves(PARAMS))
+    assert max(held.values()) <= 1.1 * whole / 8 + 64
+
+
+def test_a_whole_step_of_nnx():
+    """Nothing is wrapped: a step of what nnx splits off is a step of trees."""
+    mesh = mesh_of({"data": 8}, auto=True)
+    model, plain = (nnx.Linear(17, 3, rngs=nnx.Rngs(0)) for _ in range(2))
+    optimizer = nnx.Optimizer(model, optax.adamw(0.01), wrt=nnx.Param)
+    graph, state = nnx.split((model, optimizer, nnx_metrics()))
+
+    def split_step(state: Tree, x: jax.Array, y: jax.Array) -> tuple[Tree, jax.Array]:
+        modules = nnx.merge(graph, state)
+        loss = nnx_step(*modules, x, y)
+        return nnx.state(modules), loss
+
+    step = wus.shard_step(split_step, mesh=mesh)
+    state, losses = run(step, on(mesh, state), on(mesh, X, "data"), on(mesh, Y, "data"))
+    metrics = nnx_metrics()
+    plain_optimizer = nnx.Optimizer(plain, optax.adamw(0.01), wrt=nnx.Param)
+    wanted = [nnx_step(plain, plain_optimizer, metrics, X, Y) for _ in range(STEPS)]
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    found = nnx.to_pure_dict(step.unshard(state))
+    needed = nnx.to_pure_dict(nnx.state((plain, plain_optimizer, metrics)))
+    assert relative_error(found, needed) <= 1e-5
+    assert [t.kind for t in step.plan.traffic if t.kind == "reduce-scatter"]
+
+
 # ------------------------------------------------------------------------- metadata, logical axes
 
 WIDE = _RNG.normal(size=(16, 16)).astype(np.float32)

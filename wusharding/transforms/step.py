@@ -363,12 +363,13 @@ class ShardedStep:
         mesh = current_mesh(self._mesh)
         if mesh is None:
             found = (getattr(getattr(x, "sharding", None), "mesh", None) for x in leaves)
-            mesh = next((m for m in found if m is not None and not m.empty), None)
-        if mesh is None:
-            raise ContextError(
-                "no mesh: found neither mesh= nor an ambient mesh, nor an argument on one. Pass "
-                "shard_step(..., mesh=mesh)."
-            )
+            axes = self._options.reduce_axes
+            mesh = next((m for m in found if m and {*axes} <= {*m.axis_names}), None)
+            if mesh is None:
+                raise ContextError(
+                    "no mesh: found neither mesh= nor an ambient mesh, nor an argument on one with "
+                    f"axis={axes}. Pass shard_step(..., mesh=mesh)."
+                )
         check_axes(mesh, self._options.reduce_axes)
         if not isinstance(mesh, Mesh) and self._mesh is not None:
             return self._mesh
@@ -572,7 +573,10 @@ def _spec_of(x: Any) -> PartitionSpec | None:
 
 def _struct(x: Any, mesh: Any) -> jax.ShapeDtypeStruct:
     spec = _spec_of(x)
-    sharding = NamedSharding(mesh, spec if spec is not None else PartitionSpec())
+    # Arrays on a mesh of other axes, as Flax's `replicate` makes them, are moved to this one.
+    if spec is None or not set(x.sharding.mesh.axis_names) <= set(mesh.axis_names):
+        spec = PartitionSpec()
+    sharding = NamedSharding(mesh, spec)
     return jax.ShapeDtypeStruct(
         x.shape, x.dtype, sharding=sharding, weak_type=getattr(x, "weak_type", False)
     )
