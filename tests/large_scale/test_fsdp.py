@@ -185,3 +185,39 @@ def test_what_is_split_already_is_named():
         fsdp.split_weights({"w": jnp.ones((8, 8))}, {"w": P("x")}, "x", MESH)
     with pytest.raises(ValueError, match=re.escape("axis='z': the mesh has axes ['x', 'y']")):
         fsdp.split_weights({}, {}, "z", MESH)
+
+
+# ------------------------------------------------------- weights split in a box, state over all
+
+
+def test_weights_split_in_a_box_and_the_update_over_boxes_too():
+    """Within a box of 4 weights are gathered; the 2 boxes share the update of each piece."""
+    mesh = mesh_of({"replica": 2, "data": 4})
+    config = megatron.Config(layers=1)
+    weights = megatron.init(config)
+    box = fsdp.split_weights(
+        weights, jax.tree.map(lambda _: P(), weights), "data", mesh.shape, min_elems=200
+    )
+
+    def loss(params: Tree, tokens: jax.Array) -> jax.Array:
+        whole = fsdp.gathered(params, box, "data")
+        return megatron.loss(whole, tokens) / mesh.shape["data"]
+
+    batches = megatron.batches(config, 5, BATCH)
+    found = training.by_hand(
+        loss, weights, box, batches, P(("replica", "data")), optimizer(), mesh, axis="replica"
+    )
+    wanted = training.on_one_device(megatron.reference_loss, weights, batches, optimizer())
+    assert found.error(wanted) <= 2e-5
+    boxes, replicas = training.along(mesh, "data"), training.along(mesh, "replica")
+    nbytes = [
+        (w.nbytes, any(spec))
+        for w, spec in zip(jax.tree.leaves(weights), jax.tree.leaves(box), strict=True)
+    ]
+    pieces = sum(n // 4 if split else n for n, split in nbytes)
+    scattered = of_kind(found.collectives, "reduce-scatter")
+    within = [c for c in scattered if groups_of(c) == boxes]
+    across = [c for c in scattered if groups_of(c) == replicas]
+    assert len(within) + len(across) == len(scattered)
+    assert sum(c.operand_bytes for c in within) == sum(n for n, split in nbytes if split)
+    assert pieces <= sum(c.operand_bytes for c in across) <= 1.02 * pieces

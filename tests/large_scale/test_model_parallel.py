@@ -349,3 +349,54 @@ def test_each_device_holds_its_share_of_the_state(shape):
     wanted = sum(jax.tree.leaves(jax.tree.map(share, weights(), train.specs)))
     count = 4  # of the steps
     assert set(bytes_on_devices(train.state.inner).values()) == {wanted + count}
+
+
+# ----------------------------------------------------- explicit types around a manual computation
+
+
+def two_layers(params: Tree, x: jax.Array) -> jax.Array:
+    return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"]) ** 2)
+
+
+@pytest.mark.parametrize("tagged", [True, False])
+def test_unreduced_gradients_of_a_manual_part_are_scattered(tagged):
+    """The tag changes no number, only the traffic: so the HLO is asked, not the weights."""
+    mesh = mesh_of(MESHES["4x2"])
+    rng = np.random.default_rng(0)
+    whole = {k: rng.normal(size=s).astype(np.float32) for k, s in two_layer_shapes().items()}
+    specs = {"up": P(None, "model"), "down": P("model")}
+    params = placed(whole, specs, mesh)
+    x = placed(rng.normal(size=(16, 6)).astype(np.float32), P("data"), mesh)
+    tag = {"reduced": {"data"}} if tagged else {}
+    tagged_specs = {k: P(*s, **tag) for k, s in specs.items()}
+    tx = wus.shard_updates(optax.lamb(0.01), mesh=mesh)
+    split = megatron.over("model")
+
+    def part(w: Tree, x: jax.Array) -> jax.Array:
+        h = jnp.tanh(split.enter(x) @ w["up"])
+        return jnp.mean(split.leave(h @ w["down"]) ** 2, keepdims=True)
+
+    def loss(params: Tree, x: jax.Array) -> jax.Array:
+        ins, outs = (tagged_specs, P("data")), P("data")
+        return jnp.mean(jax.shard_map(part, mesh=mesh, in_specs=ins, out_specs=outs)(params, x))
+
+    @jax.jit
+    def step(params: Tree, state: Any, x: jax.Array) -> tuple[Tree, Any]:
+        own = jax.tree.map(jax.sharding.reshard, params, tagged_specs)
+        return tx.apply(jax.grad(loss)(own, x), state, params)
+
+    with jax.set_mesh(mesh):
+        compiled = step.lower(params, tx.init(params), x).compile()
+        new, _ = compiled(params, tx.init(params), x)
+    wanted = on_one_device(two_layers, whole, [np.asarray(x)], optax.lamb(0.01))[0]
+    assert relative_error(new, wanted) <= 1e-6
+    found = collectives(compiled.as_text())
+    gradient = sum(w.nbytes for w in whole.values()) // 2  # what one device has of it
+    along_data = [c for c in found if groups_of(c) == along(mesh, "data")]
+    scattered = sum(c.operand_bytes for c in along_data if c.kind == "reduce-scatter")
+    reduced = sum(c.operand_bytes for c in along_data if c.kind == "all-reduce")
+    assert (scattered, reduced) == ((gradient, 0) if tagged else (0, gradient))
+
+
+def two_layer_shapes() -> dict[str, tuple[int, ...]]:
+    return {"up": (6, 8), "down": (8, 6)}
