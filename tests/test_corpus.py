@@ -133,11 +133,13 @@ def test_a_step_and_its_sharded_form_agree(name: str, mode: str) -> None:
         state, metrics = setting.run(step)
         # Of typed keys `jit` counts those that it is given and those that it returns, in any step.
         assert step._last.fun._cache_size() == 1 + any(map(is_key, jax.tree.leaves(state)))
-        found = tuple(step.unshard(part) for part in state)
+        plain = tuple(step.unshard(part) for part in state)
         text = step.lower(*state, *setting.batch(STEPS)).compile().as_text()
-    assert relative_error(without_nans((found, metrics)), without_nans(wanted)) < TOLERANCE
-    check_pieces(setting.case, state, setting.mesh.shape["data"])
-    check_collectives(setting.case, collectives(text))
+    assert relative_error(without_nans((plain, metrics)), without_nans(wanted)) < TOLERANCE
+    check_pieces(setting, state)
+    sizes = setting.mesh.shape
+    found = [c for c in collectives(text) if "data" in c.crossed_axes(sizes)]
+    check_collectives(setting.case, state, found)
 
 
 def without_nans(tree: Tree) -> Tree:
@@ -152,35 +154,31 @@ def without_nans(tree: Tree) -> Tree:
     return jax.tree.map(split, tree)
 
 
-def several(tree: Tree) -> list[Any]:
-    """Arrays of more than one element."""
-    return [x for x in jax.tree.leaves(tree) if x.size > 1]
+def held(case: Case, pick: Callable[..., Tree], state: tuple[Tree, ...]) -> int:
+    """Bytes that a device holds of the arrays of more than one element."""
+    arrays, plain = jax.tree.leaves(pick(*state)), jax.tree.leaves(pick(*case.state))
+    several = [x for x, like in zip(arrays, plain, strict=True) if like.size > 1]
+    return max(bytes_on_devices(several).values(), default=0)
 
 
-def nbytes(tree: Tree) -> int:
-    return sum(x.nbytes for x in jax.tree.leaves(tree))
-
-
-def check_pieces(case: Case, state: tuple[Tree, ...], n: int) -> None:
+def check_pieces(setting: Setting, state: tuple[Tree, ...]) -> None:
     """Each device holds 1/N of the auxiliary state, but for padding of a few elements an array."""
-    aux = several(case.aux(*case.state))
-    if not aux:
-        return
-    stored = several(case.aux(*state))
-    held = bytes_on_devices(stored)
-    limit = nbytes(aux) / n + 16 * len(aux)
-    assert max(held.values()) <= limit < nbytes(aux) / 2, (held, limit)
+    case = setting.case
+    before = held(case, case.aux, setting.state())
+    limit = before / setting.mesh.shape["data"] + 16 * len(jax.tree.leaves(case.aux(*state)))
+    after = held(case, case.aux, state)
+    assert after <= limit < before / 2, (before, after)
 
 
-def check_collectives(case: Case, found: Sequence[Collective]) -> None:
+def check_collectives(case: Case, state: tuple[Tree, ...], found: Sequence[Collective]) -> None:
     """Gradients are reduce-scattered and weights gathered; nothing of their size is all-reduced."""
     sent = {
         kind: sum(c.operand_bytes for c in of_kind(found, kind))
         for kind in ("all-reduce", "reduce-scatter")
     }
     gathered = sum(c.result_bytes for c in of_kind(found, "all-gather"))
-    picks = (case.weights, case.scattered or case.weights)
-    weights, grads = (nbytes(several(pick(*case.state))) for pick in picks)
+    weights = held(case, case.weights, state)
+    grads = held(case, case.scattered or case.weights, state)
     assert case.all_reduced_bytes < weights / 4
     assert sent["all-reduce"] <= case.all_reduced_bytes, sent
     assert sent["reduce-scatter"] >= grads, sent

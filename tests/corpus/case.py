@@ -69,6 +69,12 @@ def sharded_rows(tree: Tree, n: int = 8) -> Tree:
     return jax.tree.map(lambda x: x.reshape(n, len(x) // n, *x.shape[1:]), tree)
 
 
+def stacked(batch: Callable[[int], Tree], first: int, count: int) -> Tree:
+    """Several batches along a new first dim."""
+    batches = [batch(first + n) for n in range(count)]
+    return jax.tree.map(lambda *xs: np.stack(xs), *batches)
+
+
 def mlp_params(scale: float = 0.3) -> Tree:
     """Weights of an MLP of odd sizes."""
     return {
