@@ -268,6 +268,23 @@ for window in ((2, 1), (1, 2), (1, 1)):
             padding="SAME",
         )
         case(f"reduce_window{kind}", fun, numbers((5, 3)), init_value=F32(start))
+case(  # the gradient of max pooling
+    "select_and_scatter_add",
+    lambda x: jax.grad(
+        lambda x: jnp.sum(
+            lax.reduce_window(
+                x,
+                F32(-np.inf),
+                lax.max,
+                (1, 2, 2, 1),
+                (1, 2, 2, 1),
+                ((0, 0), (0, 0), (1, 0), (0, 0)),
+            )
+            ** 2
+        )
+    )(x),
+    numbers((5, 4, 3, 7)),
+)
 case(
     "reduce_window_sum",
     lax.reduce_window,

@@ -77,7 +77,6 @@ NO_RULE = {
     "empty2": "without values until it is lowered",
     "select_and_gather_add": "gradient of pooling",
     "select_and_scatter": "gradient of pooling",
-    "select_and_scatter_add": "gradient of pooling",
 }
 
 

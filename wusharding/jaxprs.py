@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core as jex
+from jax.extend import random as extend_random
 from jax.extend import source_info_util
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh
@@ -143,6 +145,66 @@ class Times:
 
     def bind(self, x: Any, **params: Any) -> Any:
         return x * jnp.asarray(self.factor, x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomTile:
+    """One device's tile of `random_bits`: the same bits that the whole has there.
+
+    With partitionable Threefry the bits of an element follow from the key and its index alone, so a
+    tile costs no more than its own elements.
+
+    Args:
+      shape: of the whole.
+      bit_width: bits of an element.
+      dim: the dim that is tiled.
+      axes: the mesh axes that tile it, and into how many parts.
+      num_tiles: into how many parts.
+    """
+
+    shape: tuple[int, ...]
+    bit_width: int
+    dim: int
+    axes: tuple[str, ...]
+    num_tiles: int
+    name: str = "random_tile"
+    multiple_results: bool = False
+
+    @classmethod
+    def of(
+        cls, op: Op, tiles: Sequence[tuple[str, ...]], axis_sizes: Sequence[tuple[str, int]]
+    ) -> RandomTile | None:
+        """The tile of an operation's result; None where it must be made whole."""
+        shape, sizes = op.params["shape"], dict(axis_sizes)
+        tiled = [d for d, axes in enumerate(tiles) if axes]
+        if len(tiled) != 1 or math.prod(shape) >= 2**32:
+            return None
+        if len(tiles) != len(shape) or not jax.config.jax_threefry_partitionable:  # type: ignore[attr-defined]
+            return None
+        axes = tiles[tiled[0]]
+        num_tiles = math.prod(sizes[a] for a in axes)
+        return cls(tuple(shape), op.params["bit_width"], tiled[0], axes, num_tiles)
+
+    def bind(self, key: Any, **params: Any) -> Any:
+        n = self.shape[self.dim] // self.num_tiles
+        local = (*self.shape[: self.dim], n, *self.shape[self.dim + 1 :])
+        start = lax.axis_index(self.axes) * n
+        if key.shape or "fry" not in str(key.dtype):  # another generator: the whole, cut
+            whole = jax.random.bits(key, self.shape, f"uint{self.bit_width}")
+            return lax.dynamic_slice_in_dim(whole, start, n, self.dim)
+        index = jnp.zeros(local, jnp.uint32)
+        for d in range(len(local)):
+            stride = math.prod(self.shape[d + 1 :])
+            place = lax.broadcasted_iota(jnp.uint32, local, d)
+            place = place + start.astype(jnp.uint32) if d == self.dim else place
+            index = index + place * np.uint32(stride)
+        words = jax.random.key_data(key)
+        high, low = extend_random.threefry2x32_p.bind(
+            *(jnp.broadcast_to(words[i], local) for i in (0, 1)), jnp.zeros_like(index), index
+        )
+        if self.bit_width == 64:
+            return (high.astype(jnp.uint64) << 32) | low.astype(jnp.uint64)
+        return (high ^ low).astype(f"uint{self.bit_width}")
 
 
 CROSSINGS = ("enter_manual", "leave_manual")

@@ -411,7 +411,7 @@ class Decider:
         if value.partial is None:
             return v
         after = value.placement
-        hint = self.hints.get(v)
+        hint = self._wanted(v)
         if (
             hint is not None
             and hint.span is not None
@@ -422,6 +422,10 @@ class Decider:
         ):
             after = hint
         return self._move("reduce", v, after, value.partial, value.partial_axes)
+
+    def _wanted(self, v: int) -> Placement | None:
+        """How a sum is wanted."""
+        return self.hints.get(v)
 
     def _placed(self, v: int, want: Placement, why: str, op: Op | None = None) -> int:
         """The value in placement `want`; a gather is a problem, unless it has no `why`."""
@@ -750,12 +754,21 @@ def _writes(step: Step) -> list[int]:
     return list(step.outs)
 
 
+def _can_wait(move: Move) -> bool:
+    """Gradients to scatter and weights to gather: more of them will come, to share buckets."""
+    return move.planned or (move.kind == "reduce" and move.after.span is not None)
+
+
 def _order(steps: list[Step], ready: set[int]) -> list[Step]:
-    """Topological order in which communication waits until nothing local can run."""
+    """Topological order in which communication waits until nothing local can run.
+
+    Sums that others wait for, as of a batch norm, go before gradients, so that these go together.
+    """
     readers: dict[int, list[int]] = {}
     missing = [0] * len(steps)
     local: list[int] = []
     moves: list[int] = []
+    patient: list[int] = []
     stages: list[int] = []
 
     def queue(k: int) -> None:
@@ -763,7 +776,7 @@ def _order(steps: list[Step], ready: set[int]) -> list[Step]:
         if isinstance(step, OwnedStage):
             heapq.heappush(stages, k)
         elif isinstance(step, Move) and step.kind != "slice":
-            moves.append(k)
+            (patient if _can_wait(step) else moves).append(k)
         else:
             heapq.heappush(local, k)
 
@@ -785,12 +798,13 @@ def _order(steps: list[Step], ready: set[int]) -> list[Step]:
                 if missing[k] == 0:
                     queue(k)
 
-    while local or moves or stages:
+    while local or moves or patient or stages:
         if local:
             done(steps[heapq.heappop(local)])
-        elif moves:
-            batch = tuple(steps[k] for k in moves)
-            moves.clear()
+        elif moves or patient:
+            queued = moves or patient
+            batch = tuple(steps[k] for k in queued)
+            queued.clear()
             done(Communicate(batch))  # type: ignore[arg-type]
         else:
             done(steps[heapq.heappop(stages)])

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from wusharding.analysis.decide import Case, Decider, Value
 from wusharding.analysis.fit import tiles_of
-from wusharding.analysis.placement import Placement, replicated, spec_tiles
+from wusharding.analysis.placement import Placement, Tiles, replicated, spec_tiles
 from wusharding.analysis.propagate import Propagation
 from wusharding.analysis.replication import (
     MAXIMA,
@@ -31,7 +31,7 @@ from wusharding.analysis.update import (
     only_rearranges,
     sums_replicas,
 )
-from wusharding.jaxprs import CROSSINGS, Identity, Op, Program, Times
+from wusharding.jaxprs import CROSSINGS, Identity, Op, Program, RandomTile, Times
 
 _ADDS = ("add", "add_any")
 
@@ -200,6 +200,9 @@ class _StepDecider(Decider):
         ):
             return False
         ins = [self._placed(v, self.values[v].placement.without_span(), "") for v in ins]
+        want = self.facts.tileable.get(k)
+        if want is not None and self._on_tile(op, rule, factors, ins, want):
+            return True
         if all(self.values[v].placement.is_replicated for v in ins):
             self._replicated(op, ins)
         elif rule is None or factors is None:
@@ -213,9 +216,37 @@ class _StepDecider(Decider):
                 self._compute(op, rule, fit, ins, uniform=False)
         return True
 
+    def _wanted(self, v: int) -> Placement | None:
+        return None if v in self.region.whole else self.hints.get(v)
+
+    def _on_tile(
+        self,
+        op: Op,
+        rule: OpRule | None,
+        factors: Factors | None,
+        ins: list[int],
+        want: Tiles,
+    ) -> bool:
+        """Makes only the tile that is read of a value that is equal on all replicas."""
+        (out,) = op.outs
+        if op.name == "random_bits":
+            tile = RandomTile.of(op, want, self.replicas.axis_sizes)
+            if tile is None or not self.values[ins[0]].placement.is_replicated:
+                return False
+            self.values[out] = Value(Placement(want), depth=self.values[ins[0]].depth)
+            self.steps.append(Compute(_pseudo(op, tile), tuple(ins), (out,)))
+            return True
+        assert rule is not None and factors is not None
+        tiles = {f[0]: t for f, t in zip(factors.outs[0], want, strict=True) if t and f}
+        fit = self._accepted(Case(op, rule, factors, tiles, ins), None)
+        if fit is None:
+            return False
+        self._compute(op, rule, fit, ins, uniform=False)
+        return True
+
     def _linear(self, op: Op, rule: OpRule, factors: Factors) -> bool:
         """As in an update; but a sum that is wanted split is made where it is first read."""
-        wanted = (self.hints.get(v) for v in op.ins if self.values[v].partial)
+        wanted = (self._wanted(v) for v in op.ins if self.values[v].partial)
         if any(h is not None and h.span for h in wanted):
             stays = isinstance(op.primitive, Identity) or self.deferred.issuperset(op.outs)
             if not stays:
@@ -425,7 +456,7 @@ def _reduction(op: Op) -> Reduction | None:
     return {"max": "max", "min": "min"}.get(MAXIMA.get(op.name, ""))  # type: ignore[return-value]
 
 
-def _pseudo(op: Op, primitive: Identity | Times) -> Op:
+def _pseudo(op: Op, primitive: Identity | RandomTile | Times) -> Op:
     return Op(primitive, {}, op.ins[:1], op.outs[:1], (), op.source_infos)
 
 

@@ -56,12 +56,14 @@ class Facts:
       spreads: one `Spread` a value.
       touched: operations whose work or result differs between replicas.
       bodies: for control-flow operations, the facts of each body.
+      tileable: operations on equal values of which only tiles are read, and these tiles.
     """
 
     program: Program
     spreads: list[Spread]
     touched: set[int]
     bodies: dict[int, tuple[Facts, ...]]
+    tileable: dict[int, Tiles] = dataclasses.field(default_factory=dict)
 
     def varies(self, v: int) -> frozenset[str]:
         return self.spreads[v].varies
@@ -122,7 +124,54 @@ class _Analysis:
             body_touched = any(body.touched for body in facts.bodies.get(k, ()))
             if body_touched or any(spreads[v].axes() & self.axes for v in (*op.ins, *op.outs)):
                 facts.touched.add(k)
+        self._read_backwards(facts)
         return facts
+
+    # --------------------------------------------------------------------------- what tiles suffice
+
+    def _read_backwards(self, facts: Facts) -> None:
+        """Finds values, such as dropout masks, of which each replica reads its tile only."""
+        program = facts.program
+        wanted: dict[int, Tiles] = {v: () for v in program.outputs}
+
+        def read(v: int, tiles: Tiles) -> None:
+            tiles = tiles if any(tiles) else ()
+            wanted[v] = tiles if wanted.get(v, tiles) == tiles else ()
+
+        for k in reversed(range(len(program.ops))):
+            op = program.ops[k]
+            tiles: dict[int, tuple[str, ...]] = {}
+            if op.subs or facts.varies(op.ins[0] if op.ins else op.outs[0]):
+                for v, t in zip(op.ins, self._read_by_loop(k, op, facts), strict=True):
+                    read(v, t)
+                continue
+            factors = factors_of(program, op)
+            if k in facts.touched and factors is not None:
+                placements = [Placement(facts.spreads[v].tiles) for v in op.ins]
+                tiles = tiles_of(factors, placements, self.replicas)
+            elif len(op.outs) == 1 and wanted.get(op.outs[0]):
+                want = wanted[op.outs[0]]
+                if op.name == "random_bits":
+                    facts.tileable[k] = want
+                elif factors is not None:
+                    tiles = {f[0]: t for f, t in zip(factors.outs[0], want, strict=True) if t and f}
+            fit = try_fit(factors, tiles, None, self.replicas) if factors and tiles else None
+            if fit is not None and k not in facts.touched:
+                if fit.partial is not None or fit.outs[0].tiles != wanted[op.outs[0]]:
+                    fit = None
+                else:
+                    facts.tileable[k] = wanted[op.outs[0]]
+            for i, v in enumerate(op.ins):
+                read(v, fit.ins[i].tiles if fit is not None else ())
+
+    def _read_by_loop(self, k: int, op: Op, facts: Facts) -> list[Tiles]:
+        """The tiles that a scan reads of its operands; other operations read the whole."""
+        if op.name != "scan" or k not in facts.bodies:
+            return [()] * len(op.ins)
+        (body,) = facts.bodies[k]
+        first_x = op.params["num_consts"] + op.params["num_carry"]
+        inner = [body.spreads[v].tiles for v in body.program.inputs]
+        return [t if i < first_x else ((), *t) for i, t in enumerate(inner)]
 
     # ------------------------------------------------------------------------- single operations
 

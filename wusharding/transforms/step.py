@@ -271,12 +271,11 @@ class ShardedStep:
 
     def _for(self, args: tuple[Any, ...]) -> Built:
         leaves, treedef = jax.tree.flatten(args)
-        try:
-            key = (treedef, tuple((x.shape, x.dtype, _spec_of(x)) for x in leaves))
-            self._last = self._built[key]
-            return self._last
-        except (AttributeError, KeyError):
-            return self._new(args)
+        built = None
+        if all(hasattr(x, "shape") for x in leaves):
+            built = self._built.get((treedef, tuple(map(_form_of, leaves))))
+        self._last = built or self._new(args)
+        return self._last
 
     def _new(self, args: tuple[Any, ...]) -> Built:
         """The step for arguments of a form that was not seen yet."""
@@ -288,14 +287,13 @@ class ShardedStep:
                     "functions before, as by functools.partial."
                 )
         leaves = [x if hasattr(x, "shape") else jnp.asarray(x) for x in leaves]
-        key = (treedef, tuple((x.shape, x.dtype, _spec_of(x)) for x in leaves))
+        key = (treedef, tuple(map(_form_of, leaves)))
         if key not in self._built:
             known = next(
                 (b for b in self._built.values() if b.args_def == treedef and b.accepts(leaves)),
                 None,
             )
             self._built[key] = known or self._build(paths, leaves, treedef)
-        self._last = self._built[key]
         return self._built[key]
 
     # ------------------------------------------------------------------------------------- building
@@ -410,6 +408,9 @@ class ShardedStep:
             done = _convert(built, [built.ins[i] for i in whole], [leaves[i] for i in whole])
             for i, x in zip(whole, done, strict=True):
                 leaves[i] = x
+        for i, x in enumerate(leaves):
+            if getattr(x, "weak_type", False):  # what a step returns is not: one form, one program
+                leaves[i] = jax.lax.convert_element_type(x, x.dtype)
         mesh = checks.concrete_mesh(built.context.mesh)
         wanted = [NamedSharding(mesh, leaf.spec(built.replicas)) for leaf in built.ins]
         move = [i for i, x in enumerate(leaves) if getattr(x, "sharding", None) != wanted[i]]
@@ -562,6 +563,10 @@ def _per_argument(args: tuple[Any, ...], flags: Sequence[bool]) -> list[bool]:
         bool(found) and all(found)
         for found in ([next(rest) for _ in jax.tree.leaves(a)] for a in args)
     ]
+
+
+def _form_of(x: Any) -> tuple[Any, ...]:
+    return x.shape, x.dtype, _spec_of(x)
 
 
 def _spec_of(x: Any) -> PartitionSpec | None:

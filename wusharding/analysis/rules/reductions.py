@@ -110,6 +110,9 @@ _WINDOW = {
 }
 
 
+_SCATTER_PARAMS = ("window_dimensions", "window_strides", "padding")
+
+
 def _window_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
     """Dims along which the window is one element pass."""
     arrays = len(outs)
@@ -128,6 +131,23 @@ def _window_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
     a, b = tuple(label_in), tuple(label_out)
     windows = tuple((i, j) for (i,), (j,) in zip(a, b, strict=True) if i != j)
     return Factors((a,) * arrays + starts, (b,) * arrays, sizes, {}, frozenset(blocked), windows)
+
+
+def _scatter_factors(op: Op, ins: list[Aval], outs: list[Aval]) -> Factors:
+    """Source and operand, as max pooling differentiates: dims along which the window is one."""
+    source, operand = ins
+    sizes = sizes_of(operand)
+    labels, blocked = list[tuple[int]](), set[int]()
+    for d, n in enumerate(source.shape):
+        if all(_plain(op.params[p][d]) == _WINDOW[p] for p in _SCATTER_PARAMS):
+            labels.append((d,))
+            continue
+        fresh = len(sizes)
+        sizes[fresh] = n
+        labels.append((fresh,))
+        blocked |= {d, fresh}
+    whole = same_dims(len(operand.shape))
+    return Factors((tuple(labels), whole), (whole,), sizes, {}, frozenset(blocked))
 
 
 def _plain(x: Any) -> Any:
@@ -162,3 +182,4 @@ register(
     "reduce_window reduce_window_sum reduce_window_max reduce_window_min",
     OpRule("reductions", _window_factors, _window_localize),
 )
+register("select_and_scatter_add", OpRule("reductions", _scatter_factors, merged_dims=False))
