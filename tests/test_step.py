@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import wusharding as wus
 from large_scale.hlo import collectives
+from wusharding.jaxprs import RandomTile
 
 TX = optax.adam(1e-2)
 
@@ -195,3 +196,57 @@ def test_a_value_of_one_replica_is_not_taken_for_replicated(mesh8_explicit: Mesh
     )
     with pytest.raises(wus.ReplicationError, match="may differ between replicas"):
         wus.shard_step(step, mesh=mesh8_explicit)(*arguments(mesh8_explicit))
+
+
+def accumulating(params: Any, state: Any, x: jax.Array, y: jax.Array, *, inside: bool) -> Any:
+    """Two microbatches; the sum over replicas after the loop, or, by mistake, inside of it."""
+
+    def turn(total: Any, batch: Any) -> tuple[Any, None]:
+        found = jax.value_and_grad(loss_fn)(params, *batch)
+        found = lax.pmean(found, "data") if inside else found
+        return jax.tree.map(jnp.add, total, found), None
+
+    start = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+    halves = (x.reshape(2, -1, x.shape[-1]), y.reshape(2, -1, y.shape[-1]))
+    total, _ = lax.scan(turn, start, halves)
+    loss, grads = total if inside else lax.pmean(total, "data")
+    updates, state = TX.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+
+@pytest.mark.parametrize("accumulate", ["whole", "shards"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_microbatches_are_scattered_once_or_add_up_shards(
+    inside: bool, accumulate: Any, mesh8_auto: Mesh
+) -> None:
+    written = jax.shard_map(
+        functools.partial(accumulating, inside=inside),
+        mesh=mesh8_auto,
+        in_specs=(P(), P(), P("data"), P("data")),
+        out_specs=P(),
+        check_vma=False,
+    )
+    args = arguments(mesh8_auto)
+    step = wus.shard_step(written, mesh=mesh8_auto, accumulate=accumulate)
+    assert_close(step.unshard(run(step, args)), run(jax.jit(written), args))
+    scattered = [
+        c.in_loop
+        for c in collectives(step.lower(*args).compile().as_text())
+        if c.kind == "reduce-scatter"
+    ]
+    assert scattered == [inside and accumulate == "shards"]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
+@pytest.mark.parametrize(("shape", "dim"), [((16, 3), 0), ((3, 24), 1), ((8,), 0)])
+def test_a_tile_of_random_bits_is_that_of_the_whole(
+    dtype: str, shape: tuple[int, ...], dim: int, mesh8_auto: Mesh
+) -> None:
+    key = jax.random.key(3)
+    width = jnp.dtype(dtype).itemsize * 8
+    tile = RandomTile(shape, width, dim, ("data",), 8)
+    spec = P(*(None,) * dim, "data")
+    tiles = jax.shard_map(
+        lambda: tile.bind(key), mesh=mesh8_auto, in_specs=(), out_specs=spec, check_vma=False
+    )
+    np.testing.assert_array_equal(jax.jit(tiles)(), jax.random.bits(key, shape, dtype))

@@ -148,6 +148,20 @@ class Times:
 
 
 @dataclasses.dataclass(frozen=True)
+class ScatterIntoZeros:
+    """A primitive that scatters into zeros of a shape and dtype: of indices and updates."""
+
+    scatter: Any
+    shape: tuple[int, ...]
+    dtype: Any
+    name: str = "scatter_into_zeros"
+    multiple_results: bool = False
+
+    def bind(self, indices: Any, updates: Any, **params: Any) -> Any:
+        return self.scatter.bind(jnp.zeros(self.shape, self.dtype), indices, updates, **params)
+
+
+@dataclasses.dataclass(frozen=True)
 class RandomTile:
     """One device's tile of `random_bits`: the same bits that the whole has there.
 

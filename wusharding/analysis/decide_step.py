@@ -31,7 +31,7 @@ from wusharding.analysis.update import (
     only_rearranges,
     sums_replicas,
 )
-from wusharding.jaxprs import CROSSINGS, Identity, Op, Program, RandomTile, Times
+from wusharding.jaxprs import CROSSINGS, Identity, Op, Program, RandomTile, ScatterIntoZeros, Times
 
 _ADDS = ("add", "add_any")
 
@@ -43,6 +43,8 @@ def decide_step(
     inputs: Sequence[Value],
     outputs: Sequence[Placement | None],
     kept: Sequence[tuple[int, int]],
+    *,
+    shards_accumulate: bool,
 ) -> tuple[Schedule, list[Problem]]:
     """Decides for a whole step.
 
@@ -53,11 +55,20 @@ def decide_step(
       inputs: the placement of each input.
       outputs: the placement asked of each output; None delivers it whole, in the tiles it has.
       kept: positions of inputs and of the outputs that take their place.
+      shards_accumulate: loops that add up gradients scatter each before they add it.
 
     Returns:
       The schedule and what could not run on pieces.
     """
-    decider = _StepDecider(propagation, facts, region, outputs, kept, deliver=True)
+    decider = _StepDecider(
+        propagation,
+        facts,
+        region,
+        outputs,
+        kept,
+        shards_accumulate=shards_accumulate,
+        deliver=True,
+    )
     return decider.run(inputs), decider.problems
 
 
@@ -70,6 +81,7 @@ class _StepDecider(Decider):
         outputs: Sequence[Placement | None],
         kept: Sequence[tuple[int, int]],
         *,
+        shards_accumulate: bool,
         deliver: bool = False,
         open_outputs: frozenset[int] = frozenset(),
     ) -> None:
@@ -77,6 +89,7 @@ class _StepDecider(Decider):
         self.facts = facts
         self.region = region
         self.kept = kept
+        self.shards_accumulate = shards_accumulate
         self.deliver = deliver
         self.open_outputs = open_outputs
         self.replica_axes = frozenset(self.replicas.reduce_axes)
@@ -104,13 +117,18 @@ class _StepDecider(Decider):
             self.values[v] = self.values[v]._replace(leaf=self.weight_of.get(v, -1))
 
     def _defer(self, v: int) -> None:
-        """Lets the sum that makes `v` stay open through the linear operations between."""
-        while v not in self.deferred:
-            self.deferred.add(v)
-            op = self.made_by.get(v)
-            if op is None or op.name in _ADDS or op.subs or not only_rearranges(op, self.program):
-                return
-            v = op.ins[0]
+        """Lets the sums that make `v` stay open through the linear operations between."""
+        if v in self.deferred:
+            return
+        self.deferred.add(v)
+        op = self.made_by.get(v)
+        if op is None or op.subs:
+            return
+        if op.name in _ADDS:
+            for u in op.ins:
+                self._defer(u)
+        elif only_rearranges(op, self.program):
+            self._defer(op.ins[0])
 
     def _is_open_sum(self, v: int) -> bool:
         """Whether a value is a sum over replicas, but for linear operations."""
@@ -200,6 +218,8 @@ class _StepDecider(Decider):
         ):
             return False
         ins = [self._placed(v, self.values[v].placement.without_span(), "") for v in ins]
+        if op.name == "scatter-add" and self._scattered_sum(op, ins):
+            return True
         want = self.facts.tileable.get(k)
         if want is not None and self._on_tile(op, rule, factors, ins, want):
             return True
@@ -214,6 +234,34 @@ class _StepDecider(Decider):
                 self._whole(op, ins, "needs the whole of a dim that is split over replicas")
             else:
                 self._compute(op, rule, fit, ins, uniform=False)
+        return True
+
+    def _scattered_sum(self, op: Op, ins: Sequence[int]) -> bool:
+        """Tiles added up into zeros, as the gradient of an embedding is: a sum over replicas."""
+        _, indices, updates = ins
+        tiles = self.values[updates].placement.tiles
+        numbers = op.params["dimension_numbers"]
+        free = [d for d in range(len(tiles)) if d not in numbers.update_window_dims]
+        used = [d for d, axes in enumerate(tiles) if axes]
+        if not used or not set(used) <= set(free) or not self._is_zeros(op.ins[0]):
+            return False
+        if numbers.scatter_indices_batching_dims:
+            return False
+        of_indices = Placement((*(tiles[d] for d in free), ()))
+        if len(of_indices.tiles) != len(self.avals[indices].shape):
+            return False
+        why = f"{op.name} splits it otherwise"
+        moved = (self._placed(indices, of_indices, why, op), updates)
+        (out,) = op.outs
+        aval = self.avals[out]
+        axes = tuple(a for d in used for a in tiles[d])
+        self.values[out] = Value(replicated(len(aval.shape)), "sum", axes)
+        primitive = ScatterIntoZeros(op.primitive, aval.shape, aval.dtype)
+        self.steps.append(
+            Compute(
+                Op(primitive, op.params, op.ins[1:], op.outs, (), op.source_infos), moved, (out,)
+            )
+        )
         return True
 
     def _wanted(self, v: int) -> Placement | None:
@@ -342,6 +390,7 @@ class _StepDecider(Decider):
             self.region.bodies[k][i],
             outs,
             kept,
+            shards_accumulate=self.shards_accumulate,
             open_outputs=open_outputs,
         )
 
@@ -353,37 +402,38 @@ class _StepDecider(Decider):
         region, program = self.region.bodies[k][0], self.propagation.bodies[k][0].program
         n_const, n_carry = op.params["num_consts"], op.params["num_carry"]
         first_x = n_const + n_carry
-        placed = []
-        for i, (v, inner) in enumerate(zip(ins, program.inputs, strict=True)):
-            want = self._entering(
-                v, inner, body, facts, region, carried=n_const <= i < first_x, stacked=i >= first_x
-            )
-            placed.append(self._placed(v, want, "it goes into a loop", op))
-        values = [self.values[v] for v in placed]
-        inner = [*values[:first_x]]
-        for value in values[first_x:]:
-            placement = value.placement.without_leading_dim()
-            assert placement is not None, "scanned operands are unstacked"
-            inner.append(value._replace(placement=placement))
         open_sums = {
-            i
+            n_const + i
             for i in range(n_carry)
-            if self._is_zeros(op.ins[n_const + i]) and _accumulates(program, n_const + i, i)
+            if not self.shards_accumulate
+            and self._is_zeros(op.ins[n_const + i])
+            and _accumulates(program, n_const + i, i)
         }
         ys = range(n_carry, len(op.outs))
         while True:
-            start = [
-                v._replace(partial="sum", partial_axes=self.replicas.reduce_axes)
-                if i - n_const in open_sums
-                else v
-                for i, v in enumerate(inner)
-            ]
-            wants = [v.placement for v in inner[n_const:first_x]]
-            outs = [*wants, *(None for _ in ys)]
-            open_outputs = frozenset({*open_sums, *ys})
+            placed, start = [], []
+            for i, (v, inner) in enumerate(zip(ins, program.inputs, strict=True)):
+                carried, stacked = n_const <= i < first_x, i >= first_x
+                if i in open_sums:
+                    want = replicated(len(self.avals[v].shape))
+                else:
+                    want = self._entering(
+                        v, inner, body, facts, region, carried=carried, stacked=stacked
+                    )
+                placed.append(self._placed(v, want, "it goes into a loop", op))
+                value = self.values[placed[-1]]
+                if i in open_sums:
+                    value = value._replace(partial="sum", partial_axes=self.replicas.reduce_axes)
+                if stacked:
+                    placement = value.placement.without_leading_dim()
+                    assert placement is not None, "scanned operands are unstacked"
+                    value = value._replace(placement=placement)
+                start.append(value)
+            outs = [*(v.placement for v in start[n_const:first_x]), *(None for _ in ys)]
+            open_outputs = frozenset({*(i - n_const for i in open_sums), *ys})
             decider = self._inner(k, 0, outs, _carried(op, 0), open_outputs)
             schedule = decider.run(start)
-            closed = {i for i in open_sums if decider.final[i].partial is None}
+            closed = {i for i in open_sums if decider.final[i - n_const].partial is None}
             if not closed:
                 break
             open_sums -= closed

@@ -51,12 +51,13 @@ def _pairs_inside(
 ) -> list[tuple[int, int, int]]:
     """Old and new weights in the body of a loop that carries weights."""
     if op.name == "scan":
-        first, skipped = op.params["num_consts"], 0
+        first, skipped, carries = op.params["num_consts"], 0, op.params["num_carry"]
     elif op.name == "while" and body == 1:
         first, skipped = op.params["body_nconsts"], op.params["cond_nconsts"]
+        carries = len(program.outputs)
     else:
         return []
-    carried = zip(program.inputs[first:], program.outputs, strict=False)
+    carried = zip(program.inputs[first : first + carries], program.outputs, strict=False)
     return [
         (old, new, weights[op.ins[skipped + first + i]])
         for i, (old, new) in enumerate(carried)
@@ -75,6 +76,7 @@ class StepUpdate:
       weights: positions of weights among the inputs, and of the new ones among the outputs.
       aux: the same for auxiliary state.
       split_weights: weights stay split between steps, and are gathered where they are read.
+      shards_accumulate: loops that add up gradients scatter each before they add it.
       copied: of these, the pairs that come and leave as stacks of equal copies, as with `pmap`; the
         program has a single copy in their place.
     """
@@ -85,6 +87,7 @@ class StepUpdate:
     weights: tuple[tuple[int, int], ...]
     aux: tuple[tuple[int, int], ...]
     split_weights: bool
+    shards_accumulate: bool
     copied: frozenset[tuple[int, int]]
 
     splits_orphans = False
@@ -135,7 +138,15 @@ class StepUpdate:
         for (i, o), p in zip(self.aux, state, strict=True):
             inputs[i], outputs[o] = Value(p), p
         kept = (*self.weights, *self.aux)
-        return decide_step(propagation, self.facts, self.region, inputs, outputs, kept)
+        return decide_step(
+            propagation,
+            self.facts,
+            self.region,
+            inputs,
+            outputs,
+            kept,
+            shards_accumulate=self.shards_accumulate,
+        )
 
     def stored(self, weight: Placement) -> Placement:
         """How a weight whose update is split as `weight` is kept between steps."""
@@ -149,6 +160,7 @@ def find_update(
     matched: Sequence[tuple[int, int]],
     *,
     split_weights: bool,
+    shards_accumulate: bool,
 ) -> StepUpdate:
     """Finds the weight update of a step.
 
@@ -158,6 +170,7 @@ def find_update(
       inputs: where each input lies.
       matched: inputs and outputs that may belong together, by position: their trees agree.
       split_weights: keep weights split between steps.
+      shards_accumulate: in loops that add up gradients, scatter each before it is added.
 
     Raises:
       ReplicationError: a value is declared replicated, but may differ between replicas.
@@ -194,7 +207,14 @@ def find_update(
         elif a not in region.whole:
             aux.append((i, o))
     return StepUpdate(
-        program, facts, region, tuple(weights), tuple(aux), split_weights, frozenset(copied)
+        program,
+        facts,
+        region,
+        tuple(weights),
+        tuple(aux),
+        split_weights,
+        shards_accumulate,
+        frozenset(copied),
     )
 
 

@@ -51,6 +51,7 @@ class StepOptions:
     min_shard_elems: int
     bucket_bytes: int
     split_weights: bool
+    shards_accumulate: bool
     target: Target | None
 
 
@@ -101,6 +102,7 @@ def shard_step(
     in_specs: PyTree = None,
     out_specs: PyTree = None,
     weights: Literal["whole", "split"] = "whole",
+    accumulate: Literal["whole", "shards"] = "whole",
     formats: FormatChoice = "auto",
     min_shard_elems: int = 2,
     bucket_bytes: int = 4 * 2**20,
@@ -125,6 +127,9 @@ def shard_step(
       out_specs: likewise.
       weights: "whole" gathers new weights at the end of a step; "split" keeps them split between
         steps and gathers them at the start, in the dtype that the forward pass reads.
+      accumulate: in loops over microbatches, "whole" adds up each replica's own gradients and
+        scatters their sum once a step; "shards" scatters each microbatch's and adds up shards: 1/N
+        of the memory, and as many times the traffic as there are microbatches.
       formats: as for `shard_updates`.
       min_shard_elems: weights and state arrays with fewer elements stay replicated.
       bucket_bytes: as for `shard_updates`.
@@ -147,6 +152,8 @@ def shard_step(
         min_shard_elems=checks.check_count("min_shard_elems", min_shard_elems, 0),
         bucket_bytes=checks.check_count("bucket_bytes", bucket_bytes, 1),
         split_weights=checks.check_choice("weights", weights, ("whole", "split")) == "split",
+        shards_accumulate=checks.check_choice("accumulate", accumulate, ("whole", "shards"))
+        == "shards",
         target=checks.check_choice("target", target, (*checks.TARGETS, None)),
     )
     checks.check_mesh(mesh, reduce_axes)
@@ -316,6 +323,7 @@ class ShardedStep:
             inputs,
             matched(args, out_shape),
             split_weights=options.split_weights,
+            shards_accumulate=options.shards_accumulate,
         )
         target = options.target or platform_of(mesh)
         avals = [program.avals[v] for v in update.params]
