@@ -278,6 +278,33 @@ def test_donation() -> None:
     assert not found("not-donated", step, donate_argnums=(0, 1))
 
 
+# ------------------------------------------------------------------------------------ not-scattered
+
+
+@pytest.mark.parametrize(("formats", "times"), [("flat", 1), ("dim", 0)])
+def test_a_split_that_cannot_be_followed_back_to_the_sum(formats: str, times: int) -> None:
+    def gradient(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.clip(mean_gradient(w.T, x), -1, 1).T
+
+    w = shape((16, 17), P())
+    args = (w, jax.eval_shape(TX.init, w), BATCH)
+    faults = found("not-scattered", step_of(gradient, check_vma=False), *args, formats=formats)
+    assert len(faults) == times
+    assert all(f.moved_bytes == w.size * 4 for f in faults)
+    assert all("(mean_gradient)" in f.where for f in faults)
+
+
+@pytest.mark.parametrize("formats", ["flat", "dim"])
+def test_gradients_are_called_scattered_where_the_plan_scatters_them(formats: str) -> None:
+    def step(w: jax.Array, state: Any, x: jax.Array) -> Any:
+        return update(jax.grad(loss)(w, x), state, w)
+
+    w, x = shape((170, 160), P()), shape((32, 170), P("data"))
+    plan = wus.analyze(step, w, jax.eval_shape(TX.init, w), x, formats=formats)
+    whole = sum(t.operand_bytes for t in plan.traffic if t.kind == "all-reduce")
+    assert sum(f.moved_bytes for f in plan.findings if f.code == "not-scattered") == whole
+
+
 # ------------------------------------------------------------------------------------- needed-whole
 
 

@@ -51,8 +51,7 @@ class Finding:
         """What it costs, in words."""
         moved = f"{bytes_text(self.moved_bytes)} a step" if self.moved_bytes else ""
         held = f"{bytes_text(self.held_bytes)} on each device" if self.held_bytes else ""
-        words = ", ".join(filter(None, (moved, held))) or "0 B"
-        return words + (", not in the sharded step" if self.mended else "")
+        return ", ".join(filter(None, (moved, held))) or "0 B"
 
 
 def find_faults(
@@ -81,6 +80,7 @@ def find_faults(
         *_whole_state(step),
         *_wide_sums(step),
         *_wide_gathers(step),
+        *_not_scattered(step),
         *_needed_whole(step, outs),
         *_not_donated(step, donated),
     ]
@@ -91,7 +91,8 @@ def finding_lines(findings: Sequence[Finding]) -> list[str]:
     """What a reader needs of each finding, on lines of their own."""
     lines = []
     for f in findings:
-        lines += [f"  {f.code}: {f.cost}  [{f.where}]", f"    {f.what}", f"    {f.remedy}"]
+        mended = " (mended by the sharded step)" if f.mended else ""
+        lines += [f"  {f.code}: {f.cost}{mended}  [{f.where}]", f"    {f.what}", f"    {f.remedy}"]
     return lines or ["  none"]
 
 
@@ -109,6 +110,15 @@ class _Step:
     @property
     def sums(self) -> Sums:
         return Sums(self.update.facts, self.replicas)
+
+    def split_weights(self) -> list[int]:
+        """The inputs that are weights whose new values are made split."""
+        gathered = _Moves(self.schedule).sources(kind="gather", planned=True)
+        return [
+            i
+            for i, o in self.update.weights
+            if self.update.program.outputs[o] in gathered or self.ins[i].placement.span is not None
+        ]
 
     @property
     def axes(self) -> str:
@@ -277,7 +287,7 @@ def _replicated_state(step: _Step) -> Iterator[Finding]:
         "replicated-state",
         f"{_count(len(pairs), 'array')} of state held whole by each of "
         f"{step.replicas.num_replicas} replicas, which all do the same update.",
-        _made_at(step, largest[1]),
+        made_at(step.update, largest[1]),
         0,
         whole - held,
         True,
@@ -301,7 +311,7 @@ def _whole_state(step: _Step) -> Iterator[Finding]:
         yield Finding(
             "whole-state",
             f"State that stays whole on every replica: {names}{more}; {why}.",
-            _made_at(step, same[0][1]),
+            made_at(step.update, same[0][1]),
             0,
             held - held // step.replicas.num_shards,
             False,
@@ -314,14 +324,13 @@ def _tile_bytes(leaf: Leaf, replicas: Replicas) -> int:
     return whole.held_bytes(replicas)
 
 
-def _made_at(step: _Step, output: int) -> str:
-    """The line that makes an output."""
-    sums, v = step.sums, step.update.program.outputs[output]
-    for u in sums.chain(v):
-        op = sums.maker(u)
-        if op is not None and op.name not in CROSSINGS:
-            return op.source
-    return "unknown line"
+def made_at(update: StepUpdate, output: int) -> str:
+    """The line that makes an output of a step."""
+    makers = {v: op for op in update.program.ops for v in op.outs}
+    op = makers.get(update.program.outputs[output])
+    while op is not None and op.name in CROSSINGS:
+        op = makers.get(op.ins[0])
+    return "unknown line" if op is None else op.source
 
 
 # ---------------------------------------------------------------------------- wide-sum, wide-gather
@@ -357,14 +366,13 @@ def _wide_gathers(step: _Step) -> Iterator[Finding]:
         return  # gathered where they are read, in the dtype that is read
     found: dict[Any, list[Leaf]] = {}
     where: dict[Any, str] = {}
-    gathered = _Moves(step.schedule).sources(kind="gather", planned=True)
     reads_of = _Reads()
-    for i, o in update.weights:
+    for i in step.split_weights():
         reads = reads_of.forward(update.facts, update.region, update.program.inputs[i])
         dtypes = {op.params.get("new_dtype") for op in reads}
         if len(dtypes) == 1 and all(op.name == "convert_element_type" for op in reads):
             (dtype,) = dtypes
-            if is_narrower(dtype, step.ins[i].dtype) and update.program.outputs[o] in gathered:
+            if is_narrower(dtype, step.ins[i].dtype):
                 found.setdefault(jnp.dtype(dtype), []).append(step.ins[i])
                 where.setdefault(jnp.dtype(dtype), reads[0].source)
     for dtype, leaves in found.items():
@@ -415,6 +423,37 @@ class _Reads:
                     readers.setdefault(v, []).append(k)
             self._readers[id(facts)] = readers
         return self._readers[id(facts)]
+
+
+# ------------------------------------------------------------------------------------ not-scattered
+
+
+def _not_scattered(step: _Step) -> Iterator[Finding]:
+    """Sums as large as a weight whose update is split, that each device makes whole."""
+    sums, moves = step.sums, _Moves(step.schedule)
+    reduced = [m for m in moves.all if m.kind == "reduce" and m.reduction == "sum"]
+    ends = {m.dest: sums.chain(moves.first(m))[-1] for m in reduced}
+    scattered = {ends[m.dest] for m in reduced if m.after.span is not None}
+    split = {step.ins[i].aval.size for i in step.split_weights()}
+    costs: dict[str, int] = {}
+    for m in reduced:
+        if m.after.span is None and m.aval.size in split and ends[m.dest] not in scattered:
+            maker = sums.maker(ends[m.dest])
+            where = "unknown line" if maker is None else maker.source
+            costs[where] = costs.get(where, 0) + m.aval.nbytes
+    for where, cost in costs.items():
+        yield Finding(
+            "not-scattered",
+            "A gradient whose weight is updated on shards is all-reduced in the sharded step: a "
+            "reduce-scatter would move half of that.",
+            where,
+            cost,
+            0,
+            False,
+            "Between this sum and the update something needs the whole gradient, or rearranges it "
+            "in a way that its split cannot follow. Where it is only a transposition, "
+            "shard_step(..., formats='dim') may do.",
+        )
 
 
 # ------------------------------------------------------------------------------------- needed-whole

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Collection, Iterable, Sequence
 
-from wusharding.analysis.findings import Finding, find_faults, finding_lines
+from wusharding.analysis.findings import Finding, find_faults, finding_lines, made_at
 from wusharding.analysis.layout import Leaf
 from wusharding.analysis.placement import Placement, Replicas
 from wusharding.analysis.plan import (
@@ -94,7 +95,7 @@ class StepPlan:
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
-    def _weight_rows(self) -> list[LeafPlan]:
+    def weight_rows(self) -> list[LeafPlan]:
         """The weights, with the format of their update: between steps they may be whole."""
         return [
             dataclasses.replace(held, format=update.format)
@@ -114,7 +115,7 @@ class StepPlan:
             f"{bytes_text(self.held_bytes)} now",
             f"  weights    {bytes_text(before)} on each device before, {bytes_text(after)} now",
         ]
-        lines += ["", "Weights, and how their update is split"] + leaf_lines(self._weight_rows())
+        lines += ["", "Weights, and how their update is split"] + leaf_lines(self.weight_rows())
         lines += ["", "State"] + leaf_lines(self.state)
         lines += ["", "Sums over replicas in the step as written (bytes that one device puts in)"]
         lines += _traffic_lines(self.before)
@@ -169,7 +170,7 @@ def make_step_plan(
         num_replicas=replicas.num_replicas,
         axes=replicas.shard_axes,
         weights=tuple(leaf_plan(ins[i], replicas) for i, _ in update.weights),
-        state=tuple(leaf_plan(ins[i], replicas) for i, _ in update.aux),
+        state=tuple(_with_line(leaf_plan(ins[i], replicas), update, o) for i, o in update.aux),
         update_ops=(len(found), split),
         before=tuple(sums_as_written(update.facts, replicas)),
         traffic=tuple(traffic_of(schedule, replicas, buckets)),
@@ -181,6 +182,13 @@ def make_step_plan(
             for (i, _), p in zip(update.weights, splits, strict=True)
         ),
     )
+
+
+def _with_line(leaf: LeafPlan, update: StepUpdate, output: int) -> LeafPlan:
+    """Names the line that makes an array that stays whole, unless its size alone is the reason."""
+    if not leaf.why or math.prod(leaf.shape) < 2:
+        return leaf
+    return dataclasses.replace(leaf, why=f"{leaf.why} [{made_at(update, output)}]")
 
 
 def sums_as_written(facts: Facts, replicas: Replicas) -> list[Traffic]:

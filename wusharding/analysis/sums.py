@@ -13,8 +13,9 @@ import numpy as np
 
 from wusharding.analysis.flow import control_links
 from wusharding.analysis.placement import Replicas
-from wusharding.analysis.replication import MAXIMA, SUMS, Facts, collective_axes, is_collective
+from wusharding.analysis.replication import SUMS, Facts, collective_axes
 from wusharding.analysis.rules import RULES
+from wusharding.analysis.update import sums_replicas
 from wusharding.jaxprs import CROSSINGS, Op
 
 _ADDS = ("add", "add_any")
@@ -58,16 +59,8 @@ class Sums:
 
     def is_sum(self, k: int) -> bool:
         """Whether operation `k` makes a sum over replicas of what differs between them."""
-        op, axes = self.facts.program.ops[k], frozenset(self.replicas.reduce_axes)
-        if op.subs or k not in self.facts.touched:
-            return False
-        before = any(self.facts.spreads[v].axes() & axes for v in op.ins)
-        after = any(self.facts.spreads[v].axes() & axes for v in op.outs)
-        if not before or after:
-            return False
-        if is_collective(op):
-            return op.name in SUMS
-        return op.name not in MAXIMA and op.name in RULES and op.name not in _PASSING
+        op = self.facts.program.ops[k]
+        return op.name not in _PASSING and sums_replicas(op, self.facts, self.replicas)
 
     def repeats(self, k: int) -> tuple[str, ...]:
         """The replica axes over which a collective sums what is equal along them already."""

@@ -79,6 +79,29 @@ class Times:
         )
 
 
+def seconds_text(seconds: float) -> str:
+    """A time in the unit that suits it.
+
+    >>> seconds_text(0.00012)
+    '120 us'
+    """
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * factor >= 1 or unit == "us":
+            return f"{seconds * factor:.3g} {unit}"
+    raise AssertionError
+
+
+def time_lines(times: Times) -> list[str]:
+    """The times as text."""
+    rows = (("collectives", times.collectives), ("update", times.update), ("both", times.total))
+    return [
+        f"Estimated on {times.network}, each step (see docs/analyze.md for what is left out)"
+    ] + [
+        f"  {name:<12}{seconds_text(before):>10} before, {seconds_text(after)} sharded"
+        for name, (before, after) in rows
+    ]
+
+
 def estimate(plan: StepPlan, network: Network) -> Times:
     """Estimates a plan's collectives, and its update by the bytes that it reads and writes.
 
@@ -96,51 +119,80 @@ def estimate(plan: StepPlan, network: Network) -> Times:
     )
 
 
-def _seconds(rows: Iterable[Traffic], plan: StepPlan, network: Network) -> float:
-    total = 0.0
-    for row in _phases_joined(rows, plan.num_shards):
-        members = plan.num_shards
+@dataclasses.dataclass(frozen=True)
+class Flow:
+    """Collectives of one kind and purpose, along all axes together.
+
+    Args:
+      kind: of collective.
+      purpose: what for.
+      count: how many.
+      whole_bytes: of the arrays before they are scattered, or after they are gathered; what one
+        device puts into an all-to-all.
+      members: devices that take part.
+    """
+
+    kind: str
+    purpose: str
+    count: int
+    whole_bytes: int
+    members: int
+
+    @property
+    def passes(self) -> int:
+        """How often all but a share goes round: an all-reduce is a scatter and a gather."""
+        return 2 if self.kind == "all-reduce" else 1
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that each device sends, the least that can be."""
+        return self.passes * self.whole_bytes * (self.members - 1) // self.members
+
+
+def flows(rows: Iterable[Traffic], plan: StepPlan) -> list[Flow]:
+    """The collectives of a plan, one entry for what goes along several axes in turn."""
+    found: dict[tuple[str, str], Flow] = {}
+    for row in rows:
+        purpose, members, size = (
+            row.purpose.partition(" along ")[0],
+            plan.num_shards,
+            row.operand_bytes,
+        )
+        if row.kind == "all-gather":
+            size *= plan.num_shards
         if row.kind == "all-reduce":
             members = plan.num_replicas
-            if "between subgroups" in row.purpose:
+            if "between subgroups" in purpose:
                 members //= plan.num_shards
-        if row.kind == "all-to-all":
-            total += _all_to_all(row.operand_bytes, members, network)
-        else:
-            passes = 2 if row.kind == "all-reduce" else 1
-            total += passes * _ring(row.operand_bytes, members, row.count, network)
-    return total
-
-
-def _phases_joined(rows: Iterable[Traffic], num_shards: int) -> Iterable[Traffic]:
-    """One row, with the bytes of the whole arrays, for what goes along several axes in turn."""
-    found: dict[tuple[str, str], Traffic] = {}
-    for row in rows:
-        purpose = row.purpose.partition(" along ")[0]
-        gathers = row.kind == "all-gather"
-        size = row.operand_bytes * num_shards if gathers else row.operand_bytes
         old = found.get((row.kind, purpose))
         if old is not None:  # the phase next to the shards has the least to gather
-            size = (min if gathers else max)(size, old.operand_bytes)
-        found[row.kind, purpose] = Traffic(row.kind, purpose, row.count, size)
-    return found.values()
+            size = (min if row.kind == "all-gather" else max)(size, old.whole_bytes)
+        found[row.kind, purpose] = Flow(row.kind, purpose, row.count, size, members)
+    return list(found.values())
 
 
-def _ring(nbytes: float, members: int, count: int, network: Network) -> float:
-    """Seconds in which each member gets, or gives away, all but its own share of `nbytes`."""
-    near = min(members, network.domain or members)
-    far = members // near
-    seconds = nbytes * (near - 1) / near / network.bytes_per_second
+def _seconds(rows: Iterable[Traffic], plan: StepPlan, network: Network) -> float:
+    return sum(
+        _all_to_all(flow, network) if flow.kind == "all-to-all" else _ring(flow, network)
+        for flow in flows(rows, plan)
+    )
+
+
+def _ring(flow: Flow, network: Network) -> float:
+    near = min(flow.members, network.domain or flow.members)
+    far = flow.members // near
+    seconds = flow.whole_bytes * (near - 1) / near / network.bytes_per_second
     if far > 1:
-        seconds += nbytes / near * (far - 1) / far / network.far_bytes_per_second
-    return seconds + count * (network.hop_seconds or 0.0) * (members // 2)
+        seconds += flow.whole_bytes / near * (far - 1) / far / network.far_bytes_per_second
+    hops = flow.count * (network.hop_seconds or 0.0) * (flow.members // 2)
+    return flow.passes * (seconds + hops)
 
 
-def _all_to_all(nbytes: float, members: int, network: Network) -> float:
-    """Seconds in which each member sends a share of its `nbytes` to each other one."""
+def _all_to_all(flow: Flow, network: Network) -> float:
     if network.domain is None:  # a quarter of the ring is the average way, both ways round
-        return nbytes * members / 4 / network.bytes_per_second
-    near = min(members, network.domain)
-    inside = nbytes * (near - 1) / members / network.bytes_per_second
-    beyond = nbytes * (members - near) / members
+        hops = flow.count * (network.hop_seconds or 0.0) * (flow.members // 2)
+        return flow.whole_bytes * flow.members / 4 / network.bytes_per_second + hops
+    near = min(flow.members, network.domain)
+    inside = flow.whole_bytes * (near - 1) / flow.members / network.bytes_per_second
+    beyond = flow.whole_bytes * (flow.members - near) / flow.members
     return inside + (beyond / network.far_bytes_per_second if beyond else 0.0)

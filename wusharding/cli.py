@@ -1,0 +1,232 @@
+"""The command `wusharding`: what `shard_step` would do with a train step, without running it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import jax
+
+import wusharding as wus
+from wusharding.analysis.report import html_page
+from wusharding.analysis.times import NETWORKS, Times, estimate, time_lines
+
+CANNOT_ANALYZE, USAGE, NOTHING_SHARDED = 1, 2, 3
+_COUNT_FLAG = "--xla_force_host_platform_device_count"
+_HELP = f"""\
+FUNCTION takes no arguments and returns (step, args), or (step, args, options):
+
+  step     a train step, as it is handed to shard_step
+  args     its arguments, a tuple or list; jax.ShapeDtypeStruct with a NamedSharding suffices,
+           on a jax.sharding.AbstractMesh too: then no device is needed
+  options  a dict of what shard_step takes, such as {{"axis": "data", "weights": "split"}}
+
+Exit codes: 0 analysed; {CANNOT_ANALYZE} the step, or FUNCTION, failed or cannot be analysed;
+{USAGE} wrong usage; {NOTHING_SHARDED} analysed, and nothing of it would be sharded.
+"""
+
+
+class _Stop(Exception):
+    """Ends the command with a message and an exit code."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+      argv: arguments; None takes those of the process.
+
+    Returns:
+      The exit code.
+    """
+    options = _parser().parse_args(argv)
+    try:
+        return _analyze(options)
+    except _Stop as stop:
+        print(f"wusharding: {stop}", file=sys.stderr)
+        return stop.code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="wusharding", description=__doc__)
+    parser.add_argument("--version", action="version", version=wus.__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    analyze = commands.add_parser(
+        "analyze",
+        help="explain a train step: what is held and moved before and after, and findings",
+        description="Explains what shard_step would do with a train step; runs nothing of it.",
+        epilog=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    analyze.add_argument("source", metavar="FILE.py:FUNCTION", help="where the step is")
+    analyze.add_argument("--json", action="store_true", help="print the plan as JSON")
+    analyze.add_argument("--html", metavar="PATH", type=Path, help="write a page to look at")
+    analyze.add_argument(
+        "--target", choices=sorted(NETWORKS), help="estimate times on this network"
+    )
+    analyze.add_argument(
+        "--devices", metavar="N", type=int, help="make N virtual CPU devices, and use no others"
+    )
+    return parser
+
+
+def _analyze(options: argparse.Namespace) -> int:
+    if options.devices is not None:
+        _make_devices(options.devices)
+    step, args, settings = _read(options.source)
+    network = NETWORKS.get(options.target)
+    if network is not None:
+        settings = {"target": network.platform, **settings}
+    plan = _plan(step, args, settings)
+    times = None if network is None else estimate(plan, network)
+    if options.html is not None:
+        _write(options.html, html_page(plan, times, title=options.source))
+    if options.json:
+        print(_as_json(plan, times))
+    else:
+        print(plan)
+        if times is not None:
+            print("\n".join(["", *time_lines(times)]))
+    if options.html is not None:
+        print(f"wrote {options.html}", file=sys.stderr)
+    if not any(leaf.held_bytes < leaf.logical_bytes for leaf in (*plan.state, *plan.updates)):
+        raise _Stop(NOTHING_SHARDED, f"{options.source}: nothing would be sharded. {_why(plan)}")
+    return 0
+
+
+def _make_devices(count: int) -> None:
+    """Virtual CPU devices: XLA reads their number when the first one is asked for."""
+    if count < 1:
+        raise _Stop(USAGE, f"--devices: need at least 1, got {count}")
+    kept = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(_COUNT_FLAG)]
+    os.environ["XLA_FLAGS"] = " ".join([*kept, f"{_COUNT_FLAG}={count}"])
+    jax.config.update("jax_platforms", "cpu")
+    if jax.device_count() != count:
+        raise _Stop(
+            USAGE,
+            f"--devices {count}: JAX runs already, with {jax.device_count()} devices. Start the "
+            "command in a process of its own.",
+        )
+
+
+def _read(source: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Imports the file, calls the function, and checks what it returns."""
+    path, colon, name = source.rpartition(":")
+    if not colon or not path.endswith(".py") or not name.isidentifier():
+        raise _Stop(USAGE, f"{source!r}: need FILE.py:FUNCTION, such as train.py:example")
+    if not Path(path).is_file():
+        raise _Stop(USAGE, f"{path}: there is no such file (looked in {Path.cwd()})")
+    module = _import(Path(path))
+    function = getattr(module, name, None)
+    if not callable(function):
+        found = [n for n, f in vars(module).items() if _is_own_function(f, module)]
+        raise _Stop(
+            USAGE, f"{path}: has no function {name!r}. It has {', '.join(found) or 'none'}."
+        )
+    try:
+        returned = function()
+    except Exception as error:
+        _fail(f"{source} raised", error)
+    shape = "need (step, args) or (step, args, options)"
+    if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
+        raise _Stop(CANNOT_ANALYZE, f"{source}: returned {_kind(returned)}, {shape}")
+    step, args, *rest = returned
+    settings = rest[0] if rest else {}
+    if not callable(step):
+        raise _Stop(CANNOT_ANALYZE, f"{source}: step is {_kind(step)}, need a function; {shape}")
+    if not isinstance(args, tuple | list):
+        raise _Stop(
+            CANNOT_ANALYZE, f"{source}: args is {_kind(args)}, need a tuple of arguments; {shape}"
+        )
+    if not isinstance(settings, Mapping):
+        raise _Stop(CANNOT_ANALYZE, f"{source}: options is {_kind(settings)}, need a dict; {shape}")
+    return step, tuple(args), dict(settings)
+
+
+def _kind(x: Any) -> str:
+    return f"a {type(x).__name__}" + (f" of length {len(x)}" if isinstance(x, tuple | list) else "")
+
+
+def _import(path: Path) -> ModuleType:
+    """The module in a file, which may import its neighbours as a script may."""
+    sys.path.insert(0, str(path.resolve().parent))
+    name = path.stem if path.stem not in sys.modules else f"_analyzed_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        _fail(f"{path} raised when it was imported", error)
+    return module
+
+
+def _is_own_function(f: Any, module: ModuleType) -> bool:
+    return callable(f) and getattr(f, "__module__", None) == module.__name__
+
+
+def _plan(
+    step: Callable[..., Any], args: tuple[Any, ...], settings: dict[str, Any]
+) -> wus.StepPlan:
+    try:
+        return wus.analyze(step, *args, **settings)
+    except wus.ContextError as error:
+        raise _Stop(
+            CANNOT_ANALYZE, f"{error} FUNCTION hands it over in its options, as {{'mesh': mesh}}."
+        ) from error
+    except (wus.ShardingError, ValueError) as error:
+        raise _Stop(CANNOT_ANALYZE, f"{error}") from error
+    except Exception as error:
+        _fail("the step could not be traced:", error)
+
+
+def _fail(what: str, error: Exception) -> NoReturn:
+    """Ends with the user's own frames of a traceback, and what was raised."""
+    here = str(Path(__file__).parent)
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if not f.filename.startswith((here, "<frozen"))
+    ]
+    lines = traceback.format_list(frames) + traceback.format_exception_only(error)
+    raise _Stop(CANNOT_ANALYZE, f"{what}\n{''.join(lines).rstrip()}") from error
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _Stop(USAGE, f"--html {path}: {error.strerror}") from error
+
+
+def _as_json(plan: wus.StepPlan, times: Times | None) -> str:
+    data = json.loads(plan.to_json())
+    data["times"] = None if times is None else dataclasses.asdict(times)
+    return json.dumps(data, indent=2)
+
+
+def _why(plan: wus.StepPlan) -> str:
+    if not plan.weights and not plan.state:
+        return (
+            "Nothing goes round in it: no output is made from the argument of the same tree. "
+            "Return the new weights and state as they come in."
+        )
+    if plan.num_shards == 1:
+        return f"The mesh has one device along {', '.join(plan.axes)}."
+    reasons = dict.fromkeys(re.sub(r" \[.*", "", leaf.why) for leaf in plan.state if leaf.why)
+    return f"Why: {'; '.join(reasons) or 'no weight has a dim that could be split'}."
