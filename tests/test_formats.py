@@ -1,5 +1,6 @@
 """Formats: the round trip is bitwise for every shape, and padding never comes back."""
 
+import dataclasses
 import itertools
 import math
 
@@ -9,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wusharding.formats import Format
+from wusharding.formats import Format, has_whole_tiles
 from wusharding.formats.buckets import fill_buckets
 
 SHAPES = [(), (0,), (1,), (3,), (7,), (13,), (4, 0, 2), (1, 5), (17, 12), (3, 3, 5, 7), (5, 1, 2)]
+SHAPES += [(16, 256), (1, 3, 8, 128)]  # whole tiles
 SHARDS = [*range(1, 9), 256, 2048]
 
 
@@ -27,7 +29,12 @@ def bits(shape: tuple[int, ...]) -> np.ndarray:
 def formats(shape: tuple[int, ...], num_shards: int) -> list[Format]:
     ndim = max(len(shape), 1)
     runs = [(lo, hi) for lo, hi in itertools.combinations(range(ndim + 1), 2)]
-    return [Format.split(shape, lo, hi, num_shards=num_shards) for lo, hi in runs]
+    made = [Format.split(shape, lo, hi, num_shards=num_shards) for lo, hi in runs]
+    return made + [
+        dataclasses.replace(fmt, tiled=True)
+        for fmt in made
+        if has_whole_tiles(shape) and fmt.hi == ndim and fmt.hi - fmt.lo > 1
+    ]
 
 
 @pytest.mark.parametrize("num_shards", SHARDS)
@@ -77,7 +84,15 @@ def test_round_trip_of_longer_chunks(
     assert fmt.unpack(stored).view(np.uint32).tolist() == x.view(np.uint32).tolist()
 
 
-@pytest.mark.parametrize("shape", [(13,), (17, 12), (3, 3, 5, 7)], ids=str)
+def test_tiles_lie_one_after_the_other() -> None:
+    x = np.arange(16 * 256).reshape(16, 256)
+    fmt = dataclasses.replace(Format.split((16, 256), 0, 2, num_shards=4), tiled=True)
+    packed = fmt.pack(x).reshape(4, 8, 128)
+    for i, (row, col) in enumerate([(0, 0), (0, 128), (8, 0), (8, 128)]):
+        np.testing.assert_array_equal(packed[i], x[row : row + 8, col : col + 128])
+
+
+@pytest.mark.parametrize("shape", [(13,), (17, 12), (3, 3, 5, 7), (16, 256), (3, 8, 128)], ids=str)
 def test_a_shard_is_its_piece_of_the_packed_array(shape: tuple[int, ...]) -> None:
     x = np.arange(1, math.prod(shape) + 1, dtype=np.float32).reshape(shape)
     for num_shards in (1, 3, 8):
@@ -129,6 +144,9 @@ def test_lanes_drop_their_padding(shape: tuple[int, ...]) -> None:
         (((3, 5), 0, 2, 0, 15), "do not hold"),
         (((3, 5), 0, 1, 3, 1, 128), "needs flattened storage"),
         (((3, 5), 0, 2, 3, 5, 128), "a chunk that it divides"),
+        (((16, 256), 0, 1, 2, 8, None, True), "needs the two minor dims merged"),
+        (((16, 64), 0, 2, 2, 512, None, True), "filled with whole tiles of 8 x 128"),
+        (((2, 8, 128), 0, 2, 2, 8, None, True), "needs the two minor dims merged"),
     ],
 )
 def test_bad_formats_are_refused(arguments: tuple, message: str) -> None:

@@ -133,6 +133,64 @@ def test_lines_for_an_axis_that_is_not_sharded_over():
         tx.init(PARAMS)
 
 
+# ------------------------------------------------------------------------------- whole TPU tiles
+
+# Whole tiles; some, and an odd number; lanes that are not full; one dim; no dim.
+TILES = {
+    "tiles": jnp.sin(jnp.arange(64 * 256.0)).reshape(64, 256),
+    "conv": jnp.cos(jnp.arange(3 * 8 * 128.0)).reshape(3, 1, 8, 128),
+    "odd": jnp.sin(jnp.arange(24 * 384.0)).reshape(24, 384) / 2,
+    "narrow": jnp.cos(jnp.arange(3 * 3 * 16 * 64.0)).reshape(3, 3, 16, 64),
+    "rows": jnp.sin(jnp.arange(64 * 100.0)).reshape(64, 100),
+    "bias": jnp.arange(100.0) / 64,
+    "scale": jnp.ones(()),
+}
+OPTIMIZERS = {
+    "adam": optax.adam(0.01),
+    "lamb": optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(0.01)),
+    "adafactor": optax.adafactor(0.01, min_dim_size_to_factor=8),
+    "muon": optax.contrib.muon(0.01),
+    "prodigy": optax.contrib.prodigy(0.1),  # takes dot products of flattened weights
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "bucket_bytes"),
+    [
+        ("adam", 1),
+        ("adam", 1 << 22),
+        ("lamb", 1 << 16),
+        ("prodigy", 1 << 16),
+        pytest.param("adafactor", 1, marks=pytest.mark.slow),
+        pytest.param("muon", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_tpu_shapes_change_no_number(name, bucket_bytes):
+    context = "checked" if bucket_bytes == 1 else "auto"
+    optimizer = OPTIMIZERS[name]
+    grads = batches(TILES, steps=2)
+    lines = {"data": GRIDS["any order"]}
+    loop = training(
+        context, optimizer, TILES, target="tpu", lines=lines, bucket_bytes=bucket_bytes
+    ).run(grads)
+    wanted, state = reference(optimizer, TILES, [np_mean(g) for g in grads])
+    assert relative_error(loop.whole_params, wanted) < 2e-5
+    assert relative_error(loop.plain_state, state) < 2e-5
+
+
+def test_whole_tiles_are_split_tile_by_tile():
+    mesh = jax.make_mesh((8,), ("data",))
+    tx = wus.shard_updates(optax.adam(0.01), mesh=mesh, target="tpu")
+    formats = {leaf.path: leaf.format for leaf in tx.plan(TILES).params}
+    assert formats["['odd']"] == "all dims merged tile by tile, 1152 each"
+    assert formats["['tiles']"] == formats["['rows']"] == "dim 0, 8 each"  # whole tiles already
+    assert "tile" not in formats["['narrow']"] + formats["['bias']"]
+    # Dims that an optimizer tells apart are not merged.
+    factored = wus.shard_updates(OPTIMIZERS["adafactor"], mesh=mesh, target="tpu").plan(TILES)
+    assert not factored.whole
+    assert "tile" not in {leaf.path: leaf.format for leaf in factored.params}["['odd']"]
+
+
 # ----------------------------------------------------------------------- lines found in coordinates
 
 

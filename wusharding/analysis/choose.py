@@ -12,6 +12,7 @@ import math
 from typing import Literal
 
 from wusharding.analysis.placement import Placement, Replicas, Span, Tiles
+from wusharding.formats import LANES, SUBLANES, has_whole_tiles
 from wusharding.formats.buckets import BucketSizes
 
 Target = Literal["cpu", "gpu", "tpu"]
@@ -19,9 +20,8 @@ FormatChoice = Literal["auto", "dim", "merged", "flat"]
 TARGETS: tuple[Target, ...] = ("cpu", "gpu", "tpu")
 FORMAT_CHOICES: tuple[FormatChoice, ...] = ("auto", "dim", "merged", "flat")
 
-SUBLANES, LANES = 8, 128
 _MAX_ALIGNMENT_WASTE = 0.005
-_CPU_ALONE_BYTES = 256 * 2**10
+_ALONE_BYTES: dict[Target, int] = {"cpu": 256 * 2**10, "tpu": 256 * 2**10}
 
 
 def candidates(
@@ -42,9 +42,9 @@ def candidates(
 
     >>> r = Replicas((("data", 8),), ("data",), ("data",))
     >>> candidates((17, 16), ((), ()), r, "cpu")[0][1].span  # 272 elements need no padding
-    Span(lo=0, hi=2, chunk=34)
+    Span(lo=0, hi=2, chunk=34, tiled=False)
     >>> candidates((16, 17), ((), ()), r, "cpu")[0][1].span
-    Span(lo=0, hi=1, chunk=2)
+    Span(lo=0, hi=1, chunk=2, tiled=False)
     """
     tile = Placement(tiles).tile_shape(shape, replicas)
     ndim = len(tile)
@@ -59,6 +59,9 @@ def candidates(
                 chunk = _aligned(chunk)
             span = Span(lo, hi, chunk).narrowed(shape)
             spans[span] = _cost(tile, span, replicas.num_shards, target)
+            if target == "tpu" and (lo, hi) == (0, ndim) and has_whole_tiles(tile):
+                by_tiles = Span(lo, hi, -(-math.prod(tile) // replicas.num_shards), tiled=True)
+                spans[by_tiles.narrowed(shape)] = _padding_cost(tile, by_tiles, replicas.num_shards)
     ranked = sorted(spans.items(), key=lambda item: (item[1], item[0].hi - item[0].lo, item[0].lo))
     return [(cost, Placement(tiles, span)) for span, cost in ranked]
 
@@ -81,8 +84,8 @@ def bucket_sizes(bucket_bytes: int, target: Target) -> BucketSizes:
     time, and compiling it two thirds. Other targets are not measured: there an array travels alone
     if it fills a bucket.
     """
-    alone = min(bucket_bytes, _CPU_ALONE_BYTES) if target == "cpu" else bucket_bytes
-    return BucketSizes(bucket_bytes, alone)
+    alone = min(bucket_bytes, _ALONE_BYTES.get(target, bucket_bytes))
+    return BucketSizes(bucket_bytes, alone, whole_tiles=target == "tpu")
 
 
 def _family(lo: int, hi: int, ndim: int) -> tuple[FormatChoice, ...] | None:
@@ -107,13 +110,16 @@ def _aligned(chunk: int) -> int:
 
 def _cost(tile: tuple[int, ...], span: Span, num_shards: int, target: Target) -> float:
     elems = max(math.prod(tile), 1)
-    pad = num_shards * span.chunk / max(math.prod(tile[span.lo : span.hi]), 1) - 1.0
-    cost = 0.0
-    if pad > 0:
-        cost += 2.0 + 100.0 * pad
+    cost = _padding_cost(tile, span, num_shards)
     if target != "tpu":
         return cost + (1.0 if span.lo > 0 and elems > 1 else 0.0)
     return cost + _tpu_relayout(tile, span)
+
+
+def _padding_cost(tile: tuple[int, ...], span: Span, num_shards: int) -> float:
+    """Passes over the leaf that its padding costs: a copy going in, a slice coming out."""
+    pad = num_shards * span.chunk / max(math.prod(tile[span.lo : span.hi]), 1) - 1.0
+    return 2.0 + 100.0 * pad if pad > 0 else 0.0
 
 
 def _tpu_relayout(tile: tuple[int, ...], span: Span) -> float:
@@ -123,12 +129,14 @@ def _tpu_relayout(tile: tuple[int, ...], span: Span) -> float:
         return 0.0
     minor, second = tile[-1], tile[-2]
     narrow = max(LANES / max(minor, 1), 1.0) * max(SUBLANES / max(second, 1), 1.0)
+    # What is scattered has the split dim in front: moving it there takes its tiles apart.
+    cost = 2.0 * narrow if math.prod(tile[: span.lo]) > 1 else 0.0
     if span.hi == ndim:  # the minor dim is split, alone or merged
         if span.hi - span.lo == 1:
-            return 0.0 if span.chunk % LANES == 0 else 2.0 * narrow
-        return narrow if minor % LANES or narrow > 1 else 1.0
+            return cost + 2.0 * narrow * max(LANES / max(span.chunk, 1) - 1.0, 0.0)
+        return cost + (narrow if minor % LANES or narrow > 1 else 1.0)
     if span.hi == ndim - 1:
         if span.hi - span.lo > 1 and second % SUBLANES:
-            return narrow
-        return 0.0 if span.chunk % SUBLANES == 0 else 0.5 * narrow
-    return 0.0
+            return cost + narrow
+        return cost + (0.0 if span.chunk % SUBLANES == 0 else 0.5 * narrow)
+    return cost

@@ -9,7 +9,7 @@ could not be told then which dim it runs along.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from wusharding.analysis.placement import Placement, Replicas, Span
@@ -17,10 +17,15 @@ from wusharding.analysis.rules.base import DimFactors, Factors, Reduction
 
 
 class Split(NamedTuple):
-    """The factors that a span covers, major to minor, and its chunk of their product."""
+    """The factors that a span covers, major to minor, and its chunk of their product.
+
+    `tiled`: they are merged in the order of 8 x 128 tiles, which only a value has that has the same
+    dims: each of them one factor.
+    """
 
     factors: tuple[int, ...]
     chunk: int
+    tiled: bool = False
 
 
 class Absent:
@@ -47,7 +52,7 @@ class Fit(NamedTuple):
 def split_of(labels: DimFactors, span: Span, factors: Factors) -> Split:
     """The split that `span` makes of a value labelled `labels`."""
     covered = tuple(f for label in labels[span.lo : span.hi] for f in label)
-    return Split(_telling(covered, factors), span.chunk)
+    return Split(_telling(covered, factors), span.chunk, span.tiled)
 
 
 def _telling(label: tuple[int, ...], factors: Factors) -> tuple[int, ...]:
@@ -68,6 +73,8 @@ def span_for(
         return ABSENT
     for d, label in enumerate(plain):
         if label[: len(wanted)] == wanted and len(label) > len(wanted):
+            if split.tiled:
+                return None
             rest = math.prod(local[f] for f in label[len(wanted) :])
             return Span(d, d + 1, split.chunk * rest)
         if not label or label[0] != wanted[0]:
@@ -76,8 +83,15 @@ def span_for(
         while len(run) < len(wanted) and hi < len(plain):
             run += plain[hi]
             hi += 1
-        return Span(d, hi, split.chunk) if run == wanted else None
+        if run != wanted or (split.tiled and not _keeps_tiles(plain[d:], wanted)):
+            return None
+        return Span(d, hi, split.chunk, split.tiled)
     return None
+
+
+def _keeps_tiles(labels: Sequence[tuple[int, ...]], wanted: tuple[int, ...]) -> bool:
+    """Whether the two minor of the split factors are the two minor dims."""
+    return len(labels) > 1 and tuple(labels[-2:]) == (wanted[-2:-1], wanted[-1:])
 
 
 def tiles_of(

@@ -69,7 +69,7 @@ class Leaf:
         # Shards are major: a `shard_map` over the replica axes alone then sees its own pieces.
         inside = tuple(a for axes in tiles[span.lo : span.hi] for a in axes)
         axes = [*tiles[: span.lo], replicas.shard_axes + inside, *tiles[span.hi :]]
-        return _spec([axes[0], ()] if self.lanes is not None else axes)
+        return _spec([axes[span.lo], ()] if self.lanes is not None else axes)
 
     def stored_shape(self, replicas: Replicas, local_axes: Collection[str] = ()) -> tuple[int, ...]:
         """Shape of the stored array as one array; of its piece along `local_axes`."""

@@ -68,11 +68,15 @@ class Replicas:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """Dims `lo:hi` merged, padded and split over the shard axes, `chunk` elements on each."""
+    """Dims `lo:hi` merged, padded and split over the shard axes, `chunk` elements on each.
+
+    `tiled`: merged in the order of 8 x 128 tiles (see `Format`).
+    """
 
     lo: int
     hi: int
     chunk: int
+    tiled: bool = False
 
     def narrowed(self, shape: tuple[int, ...]) -> Span:
         """The same split without dims of length 1 at its ends: one name for equal splits."""
@@ -81,7 +85,7 @@ class Span:
             lo += 1
         while hi - lo > 1 and shape[hi - 1] == 1:
             hi -= 1
-        return Span(lo, hi, self.chunk)
+        return Span(lo, hi, self.chunk, self.tiled)
 
 
 Tiles = tuple[tuple[str, ...], ...]
@@ -125,7 +129,7 @@ class Placement:
 
     def _moved_span(self, dims: int) -> Span | None:
         span = self.span
-        return Span(span.lo + dims, span.hi + dims, span.chunk) if span else None
+        return dataclasses.replace(span, lo=span.lo + dims, hi=span.hi + dims) if span else None
 
     def tile_shape(self, shape: tuple[int, ...], replicas: Replicas) -> tuple[int, ...]:
         """The part of `shape` that the tiles leave on a device."""
@@ -160,7 +164,7 @@ class Placement:
 @functools.cache
 def span_format(tile: tuple[int, ...], span: Span, num_shards: int) -> Format:
     """The format that a span gives to a tile."""
-    return Format(tile, span.lo, span.hi, num_shards, span.chunk)
+    return Format(tile, span.lo, span.hi, num_shards, span.chunk, tiled=span.tiled)
 
 
 @functools.cache

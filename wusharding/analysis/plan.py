@@ -17,7 +17,7 @@ from wusharding.analysis.schedule import (
     steps_of,
 )
 from wusharding.analysis.traffic import Traffic, traffic_of
-from wusharding.formats.buckets import BucketSizes
+from wusharding.formats.buckets import BucketSizes, tile_padding
 from wusharding.jaxprs import Aval
 
 
@@ -218,7 +218,8 @@ def describe(
             dims = "all dims merged"
         else:
             dims = f"dims {fmt.lo}-{fmt.hi - 1} merged"
-        rows = f" as rows x {lanes}" if lanes else ""
+        rows = " tile by tile" if fmt.tiled else ""
+        rows += f" as rows x {lanes}" if lanes else ""
         words.append(f"{dims}{rows}, {fmt.chunk_elems} each")
         pad = fmt.chunk_elems * fmt.num_shards - fmt.merged_elems
         if pad:
@@ -260,49 +261,64 @@ def _traffic(
         )
     rows += traffic_of(schedule, replicas, buckets)
     if split:
-        rows += [
-            Traffic(
-                "all-gather",
-                row.purpose.replace("gradients", "updates or new weights"),
-                row.count,
-                row.operand_bytes // phase.size,
-            )
-            for row, phase in zip(
-                reversed(_scattered(gathered, replicas, buckets)),
-                reversed(replicas.phases),
-                strict=True,
-            )
-        ]
+        rows += _gathered(gathered, replicas, buckets)
     return rows
 
 
 def _scattered(leaves: Sequence[Leaf], replicas: Replicas, buckets: BucketSizes) -> list[Traffic]:
     """The reduce-scatters of the gradients, a row for each phase."""
-    count = _num_buckets(leaves, replicas, buckets)
+    travelling = _travelling(leaves, replicas, buckets)
     rows = []
-    size = _padded(leaves, replicas)
+    shards = replicas.num_shards
     for phase in replicas.phases:
+        shards //= phase.size
         where = f" along {phase.axis}" if len(replicas.phases) > 1 else ""
         if phase.groups is not None:
             where += f", in lines of {phase.size}"
-        rows.append(Traffic("reduce-scatter", f"gradients{where}", count, size))
-        size //= phase.size
+        size = 0
+        for (first, *minor), elem_bytes in travelling:
+            elems = shards * first * math.prod(minor)
+            pad = tile_padding(elems, tuple(minor)) if buckets.whole_tiles else 0
+            size += phase.size * (elems + pad) * elem_bytes
+        rows.append(Traffic("reduce-scatter", f"gradients{where}", len(travelling), size))
     return rows
+
+
+def _gathered(leaves: Sequence[Leaf], replicas: Replicas, buckets: BucketSizes) -> list[Traffic]:
+    """The all-gathers of the new weights: the phases in reverse, and nothing padded."""
+    rows = []
+    size = _padded(leaves, replicas) // replicas.num_shards
+    for scattered, phase in zip(
+        reversed(_scattered(leaves, replicas, buckets)), reversed(replicas.phases), strict=True
+    ):
+        purpose = scattered.purpose.replace("gradients", "updates or new weights")
+        rows.append(Traffic("all-gather", purpose, scattered.count, size))
+        size *= phase.size
+    return rows
+
+
+def _travelling(
+    leaves: Sequence[Leaf], replicas: Replicas, buckets: BucketSizes
+) -> list[tuple[tuple[int, ...], int]]:
+    """What is scattered and gathered: the shape of a shard of it, and the bytes of an element."""
+    found = []
+    for dtype in {leaf.dtype for leaf in leaves}:
+        alike = [leaf for leaf in leaves if leaf.dtype == dtype]
+        elems = [math.prod(leaf.local_stored_shape(replicas)) for leaf in alike]
+        size = Aval((), dtype).nbytes
+        for bucket in buckets.fill(elems, size * replicas.num_shards):
+            if len(bucket) == 1 and bucket[0].stop - bucket[0].start == elems[bucket[0].array]:
+                fmt = alike[bucket[0].array].format(replicas)
+                assert fmt is not None
+                lead = 0 if math.prod(fmt.shape[: fmt.lo]) > 1 else fmt.lo
+                found.append((fmt.local_shape[lead:], size))
+            else:
+                found.append(((sum(p.stop - p.start for p in bucket),), size))
+    return found
 
 
 def _padded(leaves: Sequence[Leaf], replicas: Replicas) -> int:
     return sum(leaf.held_bytes(replicas) for leaf in leaves) * replicas.num_shards
-
-
-def _num_buckets(leaves: Sequence[Leaf], replicas: Replicas, buckets: BucketSizes) -> int:
-    count = 0
-    for dtype in {leaf.dtype for leaf in leaves}:
-        elems = [
-            math.prod(leaf.local_stored_shape(replicas)) for leaf in leaves if leaf.dtype == dtype
-        ]
-        size = Aval((), dtype).nbytes
-        count += len(buckets.fill(elems, size * replicas.num_shards))
-    return count
 
 
 # ---------------------------------------------------------------------------------------- printing

@@ -6,8 +6,11 @@ full whatever the sizes are. Positions are in elements *per shard*.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from wusharding.formats.format import LANES, SUBLANES
 
 
 class Piece(NamedTuple):
@@ -27,10 +30,12 @@ class BucketSizes(NamedTuple):
     Args:
       bucket_bytes: capacity of a bucket.
       alone_bytes: an array that takes this many or more travels alone.
+      whole_tiles: what is scattered is shaped, and padded, as TPU compilers want it.
     """
 
     bucket_bytes: int
     alone_bytes: int
+    whole_tiles: bool = False
 
     def fill(self, elems: Sequence[int], elem_bytes: int) -> list[Bucket]:
         """Distributes arrays over buckets.
@@ -80,3 +85,26 @@ def fill_buckets(elems: Sequence[int], bucket_elems: int, alone_elems: int) -> l
     if current:
         shared.append(tuple(current))
     return alone + shared
+
+
+def tile_padding(elems: int, minor: tuple[int, ...]) -> int:
+    """Elements to add to a piece that is scattered, so that it is an even number of TPU tiles.
+
+    TPU compilers scatter an even number of 8 x 128 tiles as it is (a ring sends half of them each
+    way), pad odd numbers by a copy of their own, and make an all-reduce of less than two tiles.
+    What needs more padding than that all-reduce costs is left as it is, and so are pieces that
+    consist of tiles already: flattening those would move their data.
+
+    Args:
+      elems: elements of the piece.
+      minor: its dims but the leading one.
+
+    >>> tile_padding(3 * 1024, ()), tile_padding(4 * 1024, ()), tile_padding(1024, ())
+    (1024, 0, 0)
+    >>> tile_padding(24 * 100, (100,))
+    0
+    """
+    if minor and (len(minor) > 1 or elems // math.prod(minor) % SUBLANES == 0):
+        return 0
+    pad = -elems % (2 * SUBLANES * LANES)
+    return 0 if pad > elems // 2 else pad

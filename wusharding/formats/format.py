@@ -2,7 +2,9 @@
 
 A format merges a run of adjacent dims into one, pads it at the end and splits it in N equal chunks.
 That one idea covers whole dims (a run of one), merged leading dims, and flattened storage (a run of
-all dims); flattened storage may also be kept as rows x 128 lanes, which is how TPU tiles like it.
+all dims); flattened storage may also be kept as rows x 128 lanes, which is how TPU tiles like it,
+and in the order of its 8 x 128 tiles, which is how they lie in a TPU's memory: then flattening and
+splitting move no data.
 
 Law: `unpack(pack(x)) == x`, bitwise, for every shape, `()`, zero-size and size < N included.
 Source: Xu et al. 2020 (arXiv 2004.13336), data formatting.
@@ -19,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-LANES = 128
+SUBLANES, LANES = 8, 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Format:
       chunk_elems: length of one shard along the merged dim; at least `ceil(merged / N)`.
       lanes: store flattened shards as `(rows, lanes)`; only where all dims are merged and `lanes`
         divides the chunk.
+      tiled: elements are merged tile by tile, each 8 x 128 of the two minor dims; only where those
+        are merged and whole tiles fill them.
 
     >>> f = Format.split((3, 5), 0, 2, num_shards=4)
     >>> f.shard_shape, f.padded_shape, f.pad_elems
@@ -48,6 +52,7 @@ class Format:
     num_shards: int
     chunk_elems: int
     lanes: int | None = None
+    tiled: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.lo < self.hi <= max(len(self.shape), 1):
@@ -61,6 +66,13 @@ class Format:
             raise ValueError(
                 f"Format: lanes={self.lanes} needs flattened storage and a chunk that it divides, "
                 f"got dims {self.lo}:{self.hi} of {self.shape}, chunk {self.chunk_elems}"
+            )
+        if self.tiled and not (
+            self.hi == len(self.shape) > self.lo + 1 and has_whole_tiles(self.shape)
+        ):
+            raise ValueError(
+                f"Format: tiled=True needs the two minor dims merged and filled with whole tiles "
+                f"of {SUBLANES} x {LANES}, got dims {self.lo}:{self.hi} of {self.shape}"
             )
 
     @classmethod
@@ -107,7 +119,7 @@ class Format:
     @property
     def storage_dim(self) -> int:
         """The dim of `padded_shape` that is split."""
-        return self.lo
+        return self.lo if self.lanes is None else 0
 
     @property
     def shard_elems(self) -> int:
@@ -125,14 +137,25 @@ class Format:
 
     def pack(self, x: Any) -> Any:
         """`x: [*shape] -> [*padded_shape]`; padding is zero. Takes numpy arrays and JAX values."""
-        xp = np if isinstance(x, np.ndarray) else jnp
+        return self._merged(x, np if isinstance(x, np.ndarray) else jnp).reshape(self.padded_shape)
+
+    def _merged(self, x: Any, xp: Any) -> Any:
+        """`x` with dims `lo:hi` merged and padded."""
+        if self.tiled:
+            x = xp.swapaxes(x.reshape(self._by_tiles), -3, -2)
         merged = x.reshape(self.shape[: self.lo] + (self.merged_elems,) + self.shape[self.hi :])
         pad = self.num_shards * self.chunk_elems - self.merged_elems
         if pad:
             widths = [(0, 0)] * merged.ndim
             widths[self.lo] = (0, pad)
             merged = xp.pad(merged, widths)
-        return merged.reshape(self.padded_shape)
+        return merged
+
+    @property
+    def _by_tiles(self) -> tuple[int, ...]:
+        """The shape with its two minor dims taken apart."""
+        rows, cols = self.shape[-2:]
+        return (*self.shape[:-2], rows // SUBLANES, SUBLANES, cols // LANES, LANES)
 
     def unpack(self, stored: Any) -> Any:
         """`stored: [*padded_shape] -> [*shape]`; whatever the padding holds is dropped."""
@@ -140,6 +163,9 @@ class Format:
         if merged.shape[self.lo] != self.merged_elems:
             index = (slice(None),) * self.lo + (slice(0, self.merged_elems),)
             merged = merged[index]
+        if self.tiled:
+            *lead, rows, sublanes, cols, lanes = self._by_tiles
+            merged = merged.reshape(*lead, rows, cols, sublanes, lanes).swapaxes(-3, -2)
         return merged.reshape(self.shape)
 
     def _store_plain(self) -> tuple[int, ...]:
@@ -148,12 +174,11 @@ class Format:
 
     def shard_of(self, x: jax.Array, index: jax.Array | int) -> jax.Array:
         """Shard `index` of the whole `x: [*shape]`, in `local_shape`; padding is zero."""
-        merged = x.reshape(self.shape[: self.lo] + (self.merged_elems,) + self.shape[self.hi :])
-        pad = self.num_shards * self.chunk_elems - self.merged_elems
-        if pad:
-            widths = [(0, 0)] * merged.ndim
-            widths[self.lo] = (0, pad)
-            merged = jnp.pad(merged, widths)
+        merged = self._merged(x, jnp)
+        if self.tiled and self.is_flat and self.chunk_elems % LANES == 0:
+            # In this shape a shard's tiles can be read where they lie.
+            rows = merged.reshape(self.num_shards, -1, LANES)
+            return lax.dynamic_index_in_dim(rows, index, keepdims=False).reshape(self.local_shape)
         return lax.dynamic_slice_in_dim(merged, index * self.chunk_elems, self.chunk_elems, self.lo)
 
     def to_local(self, stored: jax.Array) -> jax.Array:
@@ -163,3 +188,12 @@ class Format:
     def to_stored(self, local: jax.Array) -> jax.Array:
         """One shard from its computing to its stored shape."""
         return local.reshape(self.shard_shape)
+
+
+def has_whole_tiles(shape: tuple[int, ...]) -> bool:
+    """Whether 8 x 128 tiles fill the two minor dims.
+
+    >>> has_whole_tiles((3, 16, 256)), has_whole_tiles((3, 16, 64)), has_whole_tiles((128,))
+    (True, False, False)
+    """
+    return len(shape) > 1 and shape[-1] % LANES == 0 and shape[-2] % SUBLANES == 0

@@ -9,6 +9,7 @@ lines, one dim at a time; `Replicas.shard_numbers` says which shard each device 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from wusharding.analysis.placement import Placement, Replicas
+from wusharding.analysis.lines import Phase
+from wusharding.analysis.placement import Placement, Replicas, span_format
 from wusharding.analysis.rules.base import Reduction
-from wusharding.formats import Format
-from wusharding.formats.buckets import Bucket, BucketSizes
+from wusharding.formats import LANES, Format
+from wusharding.formats.buckets import Bucket, BucketSizes, tile_padding
 from wusharding.jaxprs import as_invarying, varying_axes
 
 
@@ -60,9 +62,7 @@ class Collectives:
                 x = lax.dynamic_slice_in_dim(x, lax.axis_index(want) * n, n, d)
         if after.span is None:
             return x
-        fmt = Format(
-            x.shape, after.span.lo, after.span.hi, self.replicas.num_shards, after.span.chunk
-        )
+        fmt = span_format(x.shape, after.span, self.replicas.num_shards)
         return fmt.shard_of(x, self.shard_index)
 
     # --------------------------------------------------------------------------------- collectives
@@ -71,17 +71,29 @@ class Collectives:
         """Sums each `x: [*shape]` over the shard axes; returns shards in `local_shape`."""
 
         def alone(x: jax.Array, fmt: Format) -> jax.Array:
+            if self.buckets.whole_tiles:
+                rows = by_shard(_plain(fmt).pack(x), fmt)
+                return self._scatter_tiles(rows).reshape(fmt.local_shape)
             return self._scatter(_plain(fmt).pack(x), fmt.lo)
 
         def packed(x: jax.Array, fmt: Format) -> jax.Array:
-            return by_shard(_plain(fmt).pack(x), fmt)
+            return by_shard(_plain(fmt).pack(x), fmt).reshape(fmt.num_shards, -1)
 
-        return self._bucketed(xs, formats, alone, packed, lambda b: self._scatter(b, 0)[0], False)
+        def scatter(bucket: jax.Array) -> jax.Array:
+            return (
+                self._scatter_tiles(bucket)
+                if self.buckets.whole_tiles
+                else self._scatter(bucket, 0)[0]
+            )
+
+        return self._bucketed(xs, formats, alone, packed, scatter, False)
 
     def all_gather(self, shards: Sequence[jax.Array], formats: Sequence[Format]) -> list[jax.Array]:
         """Whole arrays `[*shape]` from shards in `local_shape`, equal on every device."""
 
         def alone(x: jax.Array, fmt: Format) -> jax.Array:
+            if self.buckets.whole_tiles:
+                return _plain(fmt).unpack(from_shards(self._gather_tiles(x, fmt.lo), fmt))
             return _plain(fmt).unpack(self._gather(x, fmt.lo))
 
         def packed(x: jax.Array, fmt: Format) -> jax.Array:
@@ -130,12 +142,37 @@ class Collectives:
             )
         return x
 
+    def _scatter_tiles(self, x: jax.Array) -> jax.Array:
+        """Scatters `x: [num_shards, *shard]` in the one shape that TPU compilers scatter as it is.
+
+        The scattered dim leads and is as long as the group, and each piece holds an even number of
+        8 x 128 tiles (see `tile_padding`). After the first phase there is little left to pad.
+        """
+        shards, first, *rest = x.shape
+        for axis, size, groups in self.replicas.phases:
+            shards //= size
+            pieces, pad = _in_tiles(x.reshape(size, shards * first, *rest))
+            done = lax.psum_scatter(
+                pieces, axis, scatter_dimension=0, axis_index_groups=groups, tiled=True
+            )
+            x = done.reshape(-1)[: done.size - pad] if pad else done
+        return x.reshape(first, *rest)
+
     def _gather(self, x: jax.Array, dim: int) -> jax.Array:
-        for axis, _, groups in reversed(self.replicas.phases):
-            if groups is None:
-                x = lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying")
-            else:  # JAX's types cannot tell of groups that they together cover the axis
-                x = lax.all_gather(x, axis, axis=dim, axis_index_groups=groups, tiled=True)
+        for phase in reversed(self.replicas.phases):
+            x = _all_gather(x, phase, dim)
+        return as_invarying(x, self.axes)
+
+    def _gather_tiles(self, x: jax.Array, lo: int) -> jax.Array:
+        """The elements of all shards, in their order, from one shard in its `local_shape`.
+
+        Shards that are no whole tiles are laid side by side after each phase, not at the end, where
+        there is more to move.
+        """
+        lead = 0 if math.prod(x.shape[:lo]) > 1 else lo
+        x = _lanes(x.reshape(x.shape[lead:]))
+        for phase in reversed(self.replicas.phases):
+            x = _all_gather(x[None], phase, 0).reshape(-1, *x.shape[1:])
         return as_invarying(x, self.axes)
 
     def _bucketed(
@@ -186,6 +223,14 @@ class Collectives:
         return jnp.zeros(fmt.shape if gathers else fmt.local_shape, x.dtype)
 
 
+def _all_gather(x: jax.Array, phase: Phase, dim: int) -> jax.Array:
+    axis, _, groups = phase
+    if groups is None:
+        return lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying")
+    # JAX's types cannot tell of groups that they together cover the axis.
+    return lax.all_gather(x, axis, axis=dim, axis_index_groups=groups, tiled=True)
+
+
 def _prod(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return jnp.prod(lax.all_gather(x, axes, to="invarying"), axis=0)
 
@@ -220,22 +265,43 @@ _ALL_REDUCE: dict[Reduction, Callable[[jax.Array, tuple[str, ...]], jax.Array]] 
 }
 
 
+def _lanes(x: jax.Array) -> jax.Array:
+    """A vector as rows of 128 where it fills them; others as they are."""
+    return x.reshape(-1, LANES) if x.ndim == 1 and x.size % LANES == 0 else x
+
+
+def _in_tiles(x: jax.Array) -> tuple[jax.Array, int]:
+    """`x: [size, rows, ...]` with pieces shaped and padded to TPU tiles; the padding of each."""
+    size, _, *minor = x.shape
+    elems = x.size // size
+    pad = tile_padding(elems, tuple(minor))
+    if minor and not pad:
+        return x, 0
+    if elems % LANES:
+        x = jnp.pad(x.reshape(size, -1), ((0, 0), (0, pad))) if pad else x
+        return (x.reshape(size, -1, LANES) if pad else x), pad
+    x = x.reshape(size, -1, LANES)
+    return (jnp.pad(x, ((0, 0), (0, pad // LANES), (0, 0))) if pad else x), pad
+
+
 def _plain(fmt: Format) -> Format:
     """The same format stored in its computing shape."""
     return dataclasses.replace(fmt, lanes=None)
 
 
 def by_shard(padded: jax.Array, fmt: Format) -> jax.Array:
-    """`[num_shards, shard_elems]` from the padded array."""
+    """`[num_shards, *local_shape]` from the padded array."""
     lo = fmt.lo
     split = padded.reshape(
         *padded.shape[:lo], fmt.num_shards, fmt.chunk_elems, *padded.shape[lo + 1 :]
     )
-    return jnp.moveaxis(split, lo, 0).reshape(fmt.num_shards, -1)
+    if math.prod(padded.shape[:lo]) == 1:  # dims of length 1 would bind the array's layout
+        return split.reshape(fmt.num_shards, fmt.chunk_elems, *padded.shape[lo + 1 :])
+    return jnp.moveaxis(split, lo, 0)
 
 
 def from_shards(rows: jax.Array, fmt: Format) -> jax.Array:
-    """The padded array from `[num_shards, shard_elems]`."""
+    """The padded array from the elements of all shards, in their order."""
     split = rows.reshape(fmt.num_shards, *fmt.local_shape)
     return jnp.moveaxis(split, 0, fmt.lo).reshape(_plain(fmt).padded_shape)
 

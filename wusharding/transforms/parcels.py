@@ -90,7 +90,7 @@ class Parcels:
                     columns.append(jnp.broadcast_to(x.reshape(1, -1), (n, x.size)))
                 else:
                     fmt = _format(item, self.replicas)
-                    columns.append(by_shard(fmt.pack(x), fmt))
+                    columns.append(by_shard(fmt.pack(x), fmt).reshape(n, -1))
             out[dtype] = _padded(columns, width, dtype, 1, n)
         return out
 
