@@ -1,8 +1,10 @@
-"""The collectives of a compiled program, read off its optimized HLO text.
+"""The collectives and the work of a compiled program, read off its optimized HLO text.
 
 `compiled.as_text()` is what XLA will run, so what is counted here is what is sent: collectives that
 XLA merged, moved or made asynchronous appear as it left them.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import functools
@@ -37,6 +39,7 @@ class Collective:
       groups: the devices that take part together, by their number in the program, which is that
         in `mesh.devices.flat`; source and target of a permutation; () where the text does not say.
       in_loop: it lies in the body or the condition of a `while`, and may run more than once.
+      emitter: what XLA's TPU compiler says that it makes of it; empty where it does not say.
     """
 
     kind: str
@@ -46,6 +49,7 @@ class Collective:
     replica_groups: str
     groups: Groups
     in_loop: bool
+    emitter: str = ""
 
     @property
     def group_size(self) -> int:
@@ -92,7 +96,8 @@ class Collective:
 def collectives(hlo_text: str) -> list[Collective]:
     """All collectives of a program, in the order of the text.
 
-    An asynchronous pair counts once, by its `-start`.
+    An asynchronous pair counts once, by its `-start`. On TPU an all-reduce inside of a fusion that
+    keeps a slice of it only is a reduce-scatter, of an operand that was padded for it.
 
     Args:
       hlo_text: optimized HLO, as `jax.jit(f).lower(...).compile().as_text()` gives it.
@@ -109,12 +114,134 @@ def collectives(hlo_text: str) -> list[Collective]:
     computations = _parse(hlo_text)
     looped = _looped(computations)
     devices = _num_devices(hlo_text)
-    return [
-        _collective(instruction, kind, computation, name in looped, devices)
-        for name, computation in computations.items()
-        for instruction in computation.values()
-        if (kind := instruction.opcode.removesuffix("-start")) in KINDS
-    ]
+    fusions = {
+        i.attributes["calls"].removeprefix("%"): i
+        for computation in computations.values()
+        for i in computation.values()
+        if i.opcode == "fusion" and i.emitter
+    }
+    found = []
+    for name, computation in computations.items():
+        for instruction in computation.values():
+            kind = instruction.opcode.removesuffix("-start")
+            if kind not in KINDS:
+                continue
+            one = _collective(instruction, kind, computation, name in looped, devices)
+            if (fusion := fusions.get(name)) and "AllReduceScatter" in fusion.emitter:
+                one = dataclasses.replace(
+                    one,
+                    kind="reduce-scatter",
+                    result_bytes=_nbytes(fusion.type),
+                    emitter=f"fusion, {fusion.emitter}",
+                )
+            found.append(one)
+    return found
+
+
+# -------------------------------------------------------------------------------------------- work
+
+WORK = ("forward", "backward", "update", "relayout")
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One instruction that a TPU core spends time on; collectives are none.
+
+    Args:
+      name: its name in the text.
+      opcode: what it is.
+      kind: one of `WORK`: "relayout" moves data and computes nothing, "update" is all that is
+        neither of a differentiated function nor relayout.
+      cycles: XLA's estimate; None where it gives none.
+      nbytes: bytes that it reads and writes.
+    """
+
+    name: str
+    opcode: str
+    kind: str
+    cycles: int | None
+    nbytes: int
+
+
+# What moves data, and what may stand beside that in a fusion that computes nothing.
+_MOVES = frozenset(
+    (
+        *("copy", "reshape", "transpose", "concatenate", "pad", "gather"),
+        *("slice", "dynamic-slice", "dynamic-update-slice"),
+    )
+)
+_STILL = frozenset(
+    (
+        *("parameter", "constant", "bitcast", "tuple", "get-tuple-element"),
+        *("broadcast", "iota", "partition-id"),
+    )
+)
+_VECTOR_BYTES = 4096  # one register tile
+
+
+def work(hlo_text: str) -> list[Work]:
+    """What a TPU core does between collectives, from optimized and scheduled HLO.
+
+    The body of a loop counts once. Prefetches between memories run beside the rest and are left
+    out.
+    """
+    computations = _parse(hlo_text)
+    found = []
+    for name in _scheduled(hlo_text, computations):
+        for i in computations[name].values():
+            kind = i.opcode.removesuffix("-start").removesuffix("-done")
+            if kind in KINDS or "AllReduceScatter" in i.emitter:
+                continue
+            if i.cycles is None and (i.opcode not in _MOVES or _nbytes(i.type) < _VECTOR_BYTES):
+                continue  # XLA prices all that computes; the rest is scalars and names
+            if i.cycles is None and i.opcode == "copy" and _keeps_layout(i, computations[name]):
+                continue  # from one memory to another
+            operands = sum(_nbytes(_operand_type(o, computations[name])) for o in i.operands)
+            found.append(
+                Work(
+                    i.name,
+                    i.opcode,
+                    _work_kind(i, computations),
+                    i.cycles,
+                    operands + _nbytes(i.type),
+                )
+            )
+    return found
+
+
+def _keeps_layout(copy: _Instruction, computation: _Computation) -> bool:
+    """Whether a copy moves its operand as it lies, but for the memory space `S(n)`."""
+    types = (copy.type, _operand_type(copy.operands[0], computation))
+    before, after = (re.sub(r"S\(\d+\)", "", t) for t in types)
+    return before == after
+
+
+def _scheduled(hlo_text: str, computations: dict[str, _Computation]) -> list[str]:
+    """The entry, and what it runs instruction by instruction."""
+    entry = re.search(r"^ENTRY\s+%?([\w.\-]+)", hlo_text, re.MULTILINE)
+    todo = [entry[1]] if entry else []
+    found: list[str] = []
+    while todo:
+        name = todo.pop()
+        if name in found:
+            continue
+        found.append(name)
+        for i in computations[name].values():
+            if i.opcode in ("while", "conditional", "call"):
+                todo += _called(i, computations)
+    return found
+
+
+def _work_kind(instruction: _Instruction, computations: dict[str, _Computation]) -> str:
+    if "transpose(jvp" in instruction.op_name:
+        return "backward"
+    if "jvp(" in instruction.op_name:
+        return "forward"
+    opcodes = {instruction.opcode}
+    if instruction.opcode == "fusion":
+        body = computations[instruction.attributes["calls"].removeprefix("%")]
+        opcodes = {i.opcode for i in body.values()} - _STILL
+    return "relayout" if opcodes <= _MOVES else "update"
 
 
 # ----------------------------------------------------------------------------------------- parsing
@@ -127,6 +254,9 @@ class _Instruction:
     opcode: str
     operands: tuple[str, ...]
     attributes: dict[str, str]
+    op_name: str
+    emitter: str
+    cycles: int | None
 
 
 _Computation = dict[str, _Instruction]
@@ -138,6 +268,13 @@ _ASSIGNMENT = re.compile(r"^(?:ROOT\s+)?%?(?P<name>[\w.\-]+)\s+=\s+(?P<value>.*)
 _OPCODE = re.compile(r"\s*(?P<opcode>[a-z][a-z0-9\-]*)(?=\()")
 _ARRAY = re.compile(r"\b(?P<dtype>[a-z][a-z0-9]*)\[(?P<dims>[^\]]*)\]")
 _OPENING, _CLOSING = "([{", ")]}"
+# Strings that are read before all strings are taken out: in an operation's metadata, in a
+# collective's and in any instruction's backend configuration.
+_TOLD = (
+    re.compile(r'op_name="([^"]*)"'),
+    re.compile(r'"emitter":"(\w+)"'),
+    re.compile(r'"estimated_cycles":"(\d+)"'),
+)
 
 
 def _parse(text: str) -> dict[str, _Computation]:
@@ -148,25 +285,29 @@ def _parse(text: str) -> dict[str, _Computation]:
         # Strings hold anything, such as an operation's name with a parenthesis in it.
         line = _STRING.sub('""', _COMMENT.sub("", raw)).strip()
         if assignment := _ASSIGNMENT.match(line):
-            if instruction := _instruction(assignment["name"], assignment["value"]):
+            if instruction := _instruction(assignment["name"], assignment["value"], raw):
                 current[instruction.name] = instruction
         elif header := _HEADER.match(line):
             current = computations.setdefault(header["name"], {})
     return computations
 
 
-def _instruction(name: str, value: str) -> _Instruction | None:
+def _instruction(name: str, value: str, raw: str) -> _Instruction | None:
     end = _closing(value, 0) + 1 if value.startswith("(") else value.find(" ")
-    found = _OPCODE.match(value, end)
-    if end < 0 or found is None:
+    opcode = _OPCODE.match(value, end)
+    if end < 0 or opcode is None:
         return None
-    close = _closing(value, found.end())
+    close = _closing(value, opcode.end())
     attributes = {}
     for part in _split(value[close + 1 :]):
         key, _, text = part.partition("=")
         attributes[key] = text
-    operands = tuple(_split(value[found.end() + 1 : close]))
-    return _Instruction(name, value[:end], found["opcode"], operands, attributes)
+    operands = tuple(_split(value[opcode.end() + 1 : close]))
+    told = [found[1] if (found := pattern.search(raw)) else "" for pattern in _TOLD]
+    cycles = int(told[2]) if told[2] else None
+    return _Instruction(
+        name, value[:end], opcode["opcode"], operands, attributes, told[0], told[1], cycles
+    )
 
 
 def _closing(text: str, start: int) -> int:
@@ -245,6 +386,7 @@ def _collective(
         groups,
         groups_of(groups, devices),
         in_loop,
+        instruction.emitter,
     )
 
 

@@ -67,3 +67,48 @@ def transformer_big(
             }
             params |= _batch_norm(f"{name}/norm", width)
     return params
+
+
+def bert_large() -> Shapes:
+    """BERT-large without a head: 24 layers of width 1,024, vocabulary 30,522.
+
+    >>> sum(x.size for x in bert_large().values())
+    335141888
+    """
+    width, hidden = 1024, 4096
+    params = {
+        "embedding/word": _array(30_522, width),
+        "embedding/position": _array(512, width),
+        "embedding/type": _array(2, width),
+    } | _batch_norm("embedding/norm", width)
+    for i in range(24):
+        name = f"layer{i}"
+        for matrix in ("query", "key", "value", "out"):
+            params |= _dense(f"{name}/attention/{matrix}", width, width)
+        params |= _dense(f"{name}/mlp/up", width, hidden) | _dense(
+            f"{name}/mlp/down", hidden, width
+        )
+        params |= _batch_norm(f"{name}/norm0", width) | _batch_norm(f"{name}/norm1", width)
+    return params | _dense("pooler", width, width)
+
+
+def gpt2() -> Shapes:
+    """The smallest GPT-2: 12 layers of width 768, vocabulary 50,257, which no power of 2 divides.
+
+    >>> sum(x.size for x in gpt2().values())
+    124439808
+    """
+    width = 768
+    params = {"embedding/token": _array(50_257, width), "embedding/position": _array(1024, width)}
+    for i in range(12):
+        name = f"layer{i}"
+        params |= _dense(f"{name}/attention/qkv", width, 3 * width)
+        params |= _dense(f"{name}/attention/out", width, width)
+        params |= _dense(f"{name}/mlp/up", width, 4 * width)
+        params |= _dense(f"{name}/mlp/down", 4 * width, width)
+        params |= _batch_norm(f"{name}/norm0", width) | _batch_norm(f"{name}/norm1", width)
+    return params | _batch_norm("norm", width)
+
+
+def _dense(name: str, width_in: int, width_out: int) -> Shapes:
+    return {f"{name}/kernel": _array(width_in, width_out), f"{name}/bias": _array(width_out)}
