@@ -1,0 +1,162 @@
+"""What one of several processes does in `test_processes.py`; run as `python -m`.
+
+It trains on a mesh over all processes, with gradients that differ from device to device and come
+from the process that has the device. The same functions run in one process give the wanted values.
+"""
+
+import argparse
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import wusharding as wus
+from tests.runs import batches, mesh_of, unreduced_mean
+from wusharding import checkpoint
+
+Tree = Any
+
+STEPS = 3
+OPTIMIZERS = {
+    "adam": functools.partial(optax.adamw, 0.01),
+    "lamb": functools.partial(optax.lamb, 0.01),
+}
+CASES = [("adam", "manual"), ("adam", "explicit"), ("lamb", "manual")]
+
+
+def weights() -> Tree:
+    shapes = {"w": (17, 13), "even": (8, 16), "b": (11,), "few": (2,), "s": ()}
+    rng = np.random.default_rng(3)
+    return {k: rng.normal(size=s).astype(np.float32) for k, s in shapes.items()}
+
+
+def split_over(mesh: Mesh, stacked: Tree) -> Tree:
+    """Global arrays of what differs from device to device, each process giving its own rows."""
+    sharding = NamedSharding(mesh, P("data"))
+
+    def array(x: np.ndarray) -> jax.Array:
+        rows = sharding.addressable_devices_indices_map(x.shape).values()
+        mine = np.concatenate([x[index] for index in rows])
+        return jax.make_array_from_process_local_data(sharding, mine, x.shape)
+
+    return jax.tree.map(array, stacked)
+
+
+class Training:
+    """A loop over all devices there are, in `shard_map` or in `jit` on an explicit mesh."""
+
+    def __init__(self, name: str, mode: str, num_devices: int) -> None:
+        self.mesh = mesh_of({"data": num_devices})
+        self.num_devices = num_devices
+        self.tx = wus.shard_updates(OPTIMIZERS[name](), mesh=self.mesh)
+        self.params = jax.device_put(weights(), NamedSharding(self.mesh, P()))
+        self.state = self.tx.init(self.params)
+        specs = self.tx.state_specs(self.params)
+
+        def manual(params: Tree, state: Any, grads: Tree) -> tuple[Tree, Any]:
+            return self.tx.apply(jax.tree.map(lambda g: g[0], grads), state, params)
+
+        def explicit(params: Tree, state: Any, grads: Tree) -> tuple[Tree, Any]:
+            return self.tx.apply(unreduced_mean(params, grads), state, params)
+
+        if mode == "manual":
+            ins, outs = (P(), specs, P("data")), (P(), specs)
+            self.step = jax.jit(jax.shard_map(manual, mesh=self.mesh, in_specs=ins, out_specs=outs))
+        else:
+            self.step = jax.jit(explicit)
+
+    def run(self, first: int, last: int) -> None:
+        grads = batches(weights(), self.num_devices, last)
+        with jax.set_mesh(self.mesh):
+            for step in range(first, last):
+                given = split_over(self.mesh, grads[step])
+                self.params, self.state = self.step(self.params, self.state, given)
+
+    def seen(self) -> dict[str, np.ndarray]:
+        """Weights and state in logical shapes, as this process sees them."""
+        tree = {"params": self.params, "state": self.tx.unshard(self.state)}
+        return {
+            jax.tree_util.keystr(path): np.asarray(x.addressable_data(0))
+            for path, x in jax.tree.leaves_with_path(tree)
+        }
+
+
+def join() -> None:
+    """Joins the other processes, as the environment says."""
+    jax.distributed.initialize(
+        f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
+        int(os.environ["WORLD_SIZE"]),
+        int(os.environ["RANK"]),
+        initialization_timeout=60,
+        heartbeat_timeout_seconds=10,
+        shutdown_timeout_seconds=20,
+    )
+
+
+def train(directory: Path) -> None:
+    """Trains with each optimizer in each mode, and saves all of it."""
+    for name, mode in CASES:
+        loop = Training(name, mode, jax.device_count())
+        assert not loop.state.inner[0].mu["w"].is_fully_addressable
+        loop.run(0, STEPS)
+        write(directory / f"{name}_{mode}", loop)
+        plain = loop.tx.unshard(loop.state)
+        check_equal_pieces(loop.tx.shard(plain, loop.params), loop.state)
+        logical = checkpoint.logical_state(loop.tx, loop.state)
+        check_equal_pieces(checkpoint.sharded_state(loop.tx, logical, loop.params), loop.state)
+
+
+def resume(directory: Path) -> None:
+    """Goes on from what another number of processes saved."""
+    for name in OPTIMIZERS:
+        loop = Training(name, "manual", jax.device_count())
+        manager = ocp.CheckpointManager((directory / f"{name}_manual").absolute())
+        _, loop.params, loop.state, *_ = checkpoint.restore(manager, loop.tx, loop.params)
+        write(directory / f"{name}_resumed", loop)
+
+
+def endless(directory: Path) -> None:
+    """Trains and saves every step, until something happens."""
+    loop = Training("adam", "manual", jax.device_count())
+    manager = ocp.CheckpointManager(directory.absolute())
+    for step in range(10**6):
+        loop.run(step, step + 1)
+        checkpoint.save(manager, step + 1, loop.tx, loop.params, loop.state)
+
+
+def write(directory: Path, loop: Training) -> None:
+    """What this process sees, and a checkpoint of it."""
+    directory.mkdir(exist_ok=True)
+    np.savez(directory / f"seen_by_{jax.process_index()}.npz", **loop.seen())
+    manager = ocp.CheckpointManager(directory.absolute())
+    checkpoint.save(manager, STEPS, loop.tx, loop.params, loop.state)
+    manager.wait_until_finished()
+
+
+def check_equal_pieces(found: Tree, wanted: Tree) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+        for mine, other in zip(a.addressable_shards, b.addressable_shards, strict=True):
+            np.testing.assert_array_equal(mine.data, other.data)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command", choices=["train", "resume", "endless"])
+    parser.add_argument("directory", type=Path)
+    arguments = parser.parse_args()
+    join()
+    globals()[arguments.command](arguments.directory)
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()
