@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-all check format demo bench-update bench-optimizers clean
+.PHONY: help venv test test-all check format demo demo-multiprocess bench-update bench-optimizers clean
 .DELETE_ON_ERROR:
 
 help: ## what the targets do
@@ -52,6 +52,9 @@ format: venv ## rewrite the files as `make check` wants them
 
 demo: venv ## the demonstration
 	$(BIN)/python -m benchmarks.demo
+
+demo-multiprocess: venv ## two processes train, one goes on from their checkpoint
+	$(BIN)/python -m benchmarks.demo_multiprocess
 
 bench-update: venv ## time and memory of the weight update, replicated and sharded
 	$(BIN)/python -m benchmarks.update

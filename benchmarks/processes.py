@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -77,6 +79,21 @@ def kill(processes: Sequence[Process]) -> None:
     for p in processes:
         p.popen.kill()
         p.popen.wait()
+
+
+def join() -> None:
+    """Joins the processes that `start` started with this one; before JAX looks for devices.
+
+    The timeouts are for one machine. A cluster starts more slowly, and its network may pause.
+    """
+    jax.distributed.initialize(
+        f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
+        int(os.environ["WORLD_SIZE"]),
+        int(os.environ["RANK"]),
+        initialization_timeout=60,
+        heartbeat_timeout_seconds=10,
+        shutdown_timeout_seconds=20,
+    )
 
 
 def _free_port() -> int:

@@ -6,7 +6,6 @@ from the process that has the device. The same functions run in one process give
 
 import argparse
 import functools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import wusharding as wus
-from tests.runs import batches, mesh_of, unreduced_mean
+from benchmarks import processes
+from large_scale import hlo
+from tests.runs import batches, hlo_of, mesh_of, unreduced_mean
 from wusharding import checkpoint
 
 Tree = Any
@@ -32,7 +33,7 @@ CASES = [("adam", "manual"), ("adam", "explicit"), ("lamb", "manual")]
 
 
 def weights() -> Tree:
-    shapes = {"w": (17, 13), "even": (8, 16), "b": (11,), "few": (2,), "s": ()}
+    shapes = {"large": (501, 512), "w": (17, 13), "even": (8, 16), "b": (11,), "few": (2,), "s": ()}
     rng = np.random.default_rng(3)
     return {k: rng.normal(size=s).astype(np.float32) for k, s in shapes.items()}
 
@@ -79,6 +80,11 @@ class Training:
                 given = split_over(self.mesh, grads[step])
                 self.params, self.state = self.step(self.params, self.state, given)
 
+    def collectives(self) -> list[hlo.Collective]:
+        grads = split_over(self.mesh, batches(weights(), self.num_devices, 1)[0])
+        with jax.set_mesh(self.mesh):
+            return hlo_of(self.step, self.params, self.state, grads)
+
     def seen(self) -> dict[str, np.ndarray]:
         """Weights and state in logical shapes, as this process sees them."""
         tree = {"params": self.params, "state": self.tx.unshard(self.state)}
@@ -88,24 +94,14 @@ class Training:
         }
 
 
-def join() -> None:
-    """Joins the other processes, as the environment says."""
-    jax.distributed.initialize(
-        f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
-        int(os.environ["WORLD_SIZE"]),
-        int(os.environ["RANK"]),
-        initialization_timeout=60,
-        heartbeat_timeout_seconds=10,
-        shutdown_timeout_seconds=20,
-    )
-
-
 def train(directory: Path) -> None:
     """Trains with each optimizer in each mode, and saves all of it."""
     for name, mode in CASES:
         loop = Training(name, mode, jax.device_count())
         assert not loop.state.inner[0].mu["w"].is_fully_addressable
         loop.run(0, STEPS)
+        kinds = {c.kind for c in loop.collectives()}
+        assert {"all-to-all", "all-gather"} <= kinds and "reduce-scatter" not in kinds, kinds
         write(directory / f"{name}_{mode}", loop)
         plain = loop.tx.unshard(loop.state)
         check_equal_pieces(loop.tx.shard(plain, loop.params), loop.state)
@@ -153,7 +149,7 @@ def main() -> None:
     parser.add_argument("command", choices=["train", "resume", "endless"])
     parser.add_argument("directory", type=Path)
     arguments = parser.parse_args()
-    join()
+    processes.join()
     globals()[arguments.command](arguments.directory)
     print("done", flush=True)
 

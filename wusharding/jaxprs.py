@@ -478,3 +478,12 @@ def array_aval(x: Any) -> Aval:
         return Aval(tuple(x.shape), x.dtype if is_extended(x.dtype) else jnp.dtype(x.dtype))
     value = jnp.asarray(x)
     return Aval(value.shape, value.dtype)
+
+
+def reduce_scatter_is_unsound() -> bool:
+    """Whether this backend's reduce-scatter may return wrong numbers.
+
+    Gloo, which XLA's CPU backend uses as soon as `jax.distributed` is initialized, now and then
+    adds a part of shard 0 twice where shards have some hundred KiB (jax-ml/jax issue 40830).
+    """
+    return jax.default_backend() == "cpu" and jax.distributed.is_initialized()

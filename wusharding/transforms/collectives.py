@@ -23,7 +23,7 @@ from wusharding.analysis.placement import Placement, Replicas, span_format
 from wusharding.analysis.rules.base import Reduction
 from wusharding.formats import LANES, Format
 from wusharding.formats.buckets import Bucket, BucketSizes, tile_padding
-from wusharding.jaxprs import as_invarying, varying_axes
+from wusharding.jaxprs import as_invarying, reduce_scatter_is_unsound, varying_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,10 +136,8 @@ class Collectives:
     # ----------------------------------------------------------------------------------- internals
 
     def _scatter(self, x: jax.Array, dim: int) -> jax.Array:
-        for axis, _, groups in self.replicas.phases:
-            x = lax.psum_scatter(
-                x, axis, scatter_dimension=dim, axis_index_groups=groups, tiled=True
-            )
+        for phase in self.replicas.phases:
+            x = _psum_scatter(x, phase, dim)
         return x
 
     def _scatter_tiles(self, x: jax.Array) -> jax.Array:
@@ -149,12 +147,10 @@ class Collectives:
         8 x 128 tiles (see `tile_padding`). After the first phase there is little left to pad.
         """
         shards, first, *rest = x.shape
-        for axis, size, groups in self.replicas.phases:
-            shards //= size
-            pieces, pad = _in_tiles(x.reshape(size, shards * first, *rest))
-            done = lax.psum_scatter(
-                pieces, axis, scatter_dimension=0, axis_index_groups=groups, tiled=True
-            )
+        for phase in self.replicas.phases:
+            shards //= phase.size
+            pieces, pad = _in_tiles(x.reshape(phase.size, shards * first, *rest))
+            done = _psum_scatter(pieces, phase, 0)
             x = done.reshape(-1)[: done.size - pad] if pad else done
         return x.reshape(first, *rest)
 
@@ -221,6 +217,15 @@ class Collectives:
 
     def _empty(self, x: jax.Array, fmt: Format, gathers: bool) -> jax.Array:
         return jnp.zeros(fmt.shape if gathers else fmt.local_shape, x.dtype)
+
+
+def _psum_scatter(x: jax.Array, phase: Phase, dim: int) -> jax.Array:
+    axis, size, groups = phase
+    if reduce_scatter_is_unsound():
+        x = lax.all_to_all(x, axis, dim, dim, axis_index_groups=groups, tiled=True)
+        rows = x.shape[dim] // size
+        return jnp.sum(x.reshape(*x.shape[:dim], size, rows, *x.shape[dim + 1 :]), dim)
+    return lax.psum_scatter(x, axis, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
 
 
 def _all_gather(x: jax.Array, phase: Phase, dim: int) -> jax.Array:
