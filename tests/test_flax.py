@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import jax_utils, nnx, serialization
 from flax import linen as nn
@@ -30,6 +31,7 @@ from tests.runs import (
     relative_error,
     spec_of,
 )
+from wusharding import checkpoint
 from wusharding.integrations import flax as wus_flax
 
 Tree = Any
@@ -717,6 +719,35 @@ def test_nnx_variables_keep_model_axes_and_state_gains_the_data_axis(cls, where,
     for name, layer in found.items():
         found[name] = {"kernel": layer.kernel[...], "bias": layer.bias[...]}
     assert relative_error(found, wanted) <= 1e-5
+
+
+def test_nnx_modules_go_through_a_checkpoint(tmp_path):
+    """Within the mesh that annotated variables need; the devices of a spread state are permuted."""
+    tx = wus.shard_updates(optax.adamw(0.01), param_specs=nnx.get_partition_spec)
+
+    def make(seed: int) -> tuple[Any, Any]:
+        model = NnxSplit(nnx.Rngs(seed))
+        return model, wus_flax.Optimizer(model, tx, wrt=nnx.Param)
+
+    def weights(model: Any) -> Tree:
+        return nnx.as_pure(nnx.state(model, nnx.Param))
+
+    with jax.set_mesh(data_and_model()), ocp.CheckpointManager(tmp_path) as manager:
+        model, optimizer = make(0)
+        optimizer.update(model, nnx.state(model, nnx.Param))
+        checkpoint.save(manager, 1, tx, weights(model), nnx.as_pure(optimizer.opt_state))
+        manager.wait_until_finished()
+        again, its_optimizer = make(1)
+        found = checkpoint.restore(manager, tx, weights(again))
+        nnx.update(again, found.params)
+        nnx.update(its_optimizer.opt_state, nnx.state(found.state))
+        pairs_of_states = [
+            (nnx.state(again), nnx.state(model)),
+            (nnx.state(its_optimizer.opt_state), nnx.state(optimizer.opt_state)),
+        ]
+        for restored, saved in pairs_of_states:
+            assert_same_bits(*map(nnx.to_pure_dict, (restored, saved)))
+            assert jax.tree.map(spec_of, restored) == jax.tree.map(spec_of, saved)
 
 
 # https://github.com/google/flax/issues/5110

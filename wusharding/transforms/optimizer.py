@@ -102,9 +102,9 @@ def shard_updates(
         travel alone, on CPU those of 256 KiB already.
       gather_dtype: dtype in which weights (`apply`) or updates (`update`) are gathered.
       master_dtype: keep sharded master weights of this dtype in the state for weights of another.
-      param_specs: tree of `PartitionSpec` of the weights, or a function that makes it from them (as
-        Flax's `nn.get_partition_spec`), for model parallelism where it cannot be seen: in
-        `shard_map`, and in `jit` on an auto mesh before any eager `init`.
+      param_specs: tree of `PartitionSpec` of the weights, for model parallelism where it cannot be
+        seen: in `shard_map`, and in `jit` on an auto mesh before any eager `init`. Or a function
+        that tells it from the weights (as Flax's `nn.get_partition_spec`), asked only there.
       per_example: gradients carry a leading dim of examples, split over `axis`, and the optimizer
         reduces them itself (`optax.contrib.differentially_private_aggregate`).
       extra_args: examples of the extra arguments that `optimizer.update` needs, where they are not
@@ -271,11 +271,18 @@ class _Core:
     def _specs(
         self, treedef: Any, avals: Sequence[Aval], leaves: Sequence[Any], context: Context
     ) -> Sequence[PartitionSpec]:
-        """How model parallelism splits each weight: given, seen in types, or recorded."""
-        if callable(self.param_specs):
-            return checks.broadcast_specs(self.param_specs(treedef.unflatten(leaves)), treedef)
-        if self.param_specs is not None:
-            return checks.broadcast_specs(self.param_specs, treedef)
+        """How model parallelism splits each weight: given, seen in types, recorded, or told.
+
+        A function of the weights tells what cannot be seen: what lies on a mesh lies as it does.
+        """
+        given = self.param_specs
+
+        def told() -> list[PartitionSpec]:
+            specs = given(treedef.unflatten(leaves)) if callable(given) else given
+            return checks.broadcast_specs(specs, treedef)
+
+        if given is not None and (context.manual or not callable(given)):
+            return told()
         if context.manual:
             checks.check_splits_told(context, treedef, leaves)
         if context.manual and not context.open_axes:
@@ -289,6 +296,8 @@ class _Core:
             return specs
         if key in self._seen_specs:
             return self._seen_specs[key]
+        if given is not None:
+            return told()
         checks.check_spec_known(context, self.options.reduce_axes, leaves)
         return [s if s is not None else _NO_SPEC for s in seen]
 
@@ -565,7 +574,7 @@ class _Core:
             if is_stored_whole(leaf, layout.replicas):
                 return stored
             (x,) = self._unshard(context, layout, (leaf,), [stored])
-            return where.narrowed(jax.device_put(x, where.wide))
+            return where.narrowed(where.moved(x))
 
         inner, masters = _stored(state)
         done = [whole(leaf, x) for leaf, x in zip(layout.state, inner, strict=True)]

@@ -33,6 +33,14 @@ class Spread:
     narrow: NamedSharding
     wide: NamedSharding
 
+    def moved(self, x: jax.Array) -> jax.Array:
+        """`x` on all devices of the mesh, from wherever on them it is."""
+        mesh = self.wide.mesh
+        assert isinstance(mesh, Mesh)
+        # JAX refuses to move to devices that are in another order than those of the ambient mesh.
+        with jax.set_mesh(mesh):
+            return jax.device_put(x, self.wide)
+
     def narrowed(self, x: jax.Array) -> jax.Array:
         """`x` without the copies that need not wait; moves nothing."""
         if self.narrow == self.wide:
