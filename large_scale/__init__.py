@@ -1,6 +1,7 @@
 """Training on large clusters: topologies, meshes, compiling for machines you do not have."""
 
 from large_scale.mesh import make_mesh as make_mesh
+from large_scale.mesh import torus_lines as torus_lines
 from large_scale.topology import CHIPS as CHIPS
 from large_scale.topology import Chip as Chip
 from large_scale.topology import Topology as Topology

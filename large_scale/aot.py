@@ -232,7 +232,7 @@ def compile_step(
         compile_seconds=seconds,
     )
     if 0 < report.hbm_bytes < report.peak_bytes:
-        raise DoesNotFitError(_too_large(name, topology, report.peak_bytes, args, ""))
+        raise DoesNotFitError(_too_large(name, topology, as_bytes(report.peak_bytes), args))
     return report
 
 
@@ -268,27 +268,22 @@ def _num_dims(chip: str) -> int:
 
 # ------------------------------------------------------------------------------------------ memory
 
-_USED = re.compile(r"Used ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?) hbm")
-_ALLOCATION = re.compile(
-    r"Size: ([\d.]+[KMGT]?)\s.*?(?:op_name=\"([^\"]*)\".*?)?Shape: (\S+)", re.S
+# What the TPU compiler says of a program that its memory does not hold, in either of two forms.
+_USED = re.compile(
+    r"Used (?P<used>[\d.]+[KMGT]?) of [\d.]+[KMGT]? hbm"
+    r"|\((?P<needed>[\d.]+[KMGT]?)\) exceeds available HBM \([\d.]+[KMGT]?\)"
 )
 
 
 def _explained(error: Exception, name: str, topology: Topology, args: Sequence[Any]) -> Exception:
-    text = str(error)
-    used = _USED.search(text)
-    if used is None:
+    found = _USED.search(str(error))
+    if found is None:
         return error
-    named = "; ".join(
-        f"{size}B {op or 'of the program'} {shape}"
-        for size, op, shape in _ALLOCATION.findall(text)[:5]
-    )
-    return DoesNotFitError(_too_large(name, topology, f"{used[1]}B", args, named))
+    needed = found["used"] or f"{found['needed']}iB for temporaries alone"
+    return DoesNotFitError(_too_large(name, topology, needed, args))
 
 
-def _too_large(
-    name: str, topology: Topology, needed: int | str, args: Sequence[Any], temporaries: str
-) -> str:
+def _too_large(name: str, topology: Topology, needed: str, args: Sequence[Any]) -> str:
     sizes = sorted(
         (
             (_local_bytes(x), jax.tree_util.keystr(path), x)
@@ -299,12 +294,11 @@ def _too_large(
     held = "; ".join(
         f"{as_bytes(n)} argument{path} {x.dtype}{list(x.shape)}" for n, path, x in sizes[:5]
     )
-    size = needed if isinstance(needed, str) else as_bytes(needed)
-    message = (
-        f"{name}: does not fit {topology}: needs {size} of the "
-        f"{as_bytes(topology.device_hbm_bytes)} of a device. Largest on each device: {held}."
+    return (
+        f"{name}: does not fit {topology}: needs {needed} of the "
+        f"{as_bytes(topology.device_hbm_bytes)} of a device. Largest on each device: {held}. "
+        "Split weights over a model axis, shard the state, or take a larger chip."
     )
-    return f"{message} Largest temporaries: {temporaries}." if temporaries else message
 
 
 def _local_bytes(x: Any) -> int:

@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         default=",".join(VARIANTS),
         help="which of %(default)s, separated by commas (default: all)",
     )
+    one.add_argument("--quiet", action="store_true", help="no table on the terminal")
     one.add_argument("--json", type=Path, metavar="FILE", help="write the reports here")
     one.add_argument("--html", type=Path, metavar="FILE", help="write a page, and bars beside it")
     return parser
@@ -67,7 +68,8 @@ def _aot(args: argparse.Namespace) -> int:
     topology = Topology.of(args.topology)
     found = compare(topology, args.model, args.optimizer, variants)
     title = f"{args.model}, {args.optimizer}, on {topology} ({topology.num_devices} devices)"
-    report.library("rich.console").Console().print(report.terminal_table(found, title))
+    if not args.quiet:
+        report.library("rich.console").Console().print(report.terminal_table(found, title))
     if args.json:
         data = [json.loads(r.to_json()) for r in found]
         args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
@@ -113,3 +115,7 @@ def compare(
             found.append(aot.compile_step(program.step, *program.args, name=variant))
             bar.advance(task)
     return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import wusharding as wus
+from large_scale.mesh import torus_lines
 from large_scale.shapes import Shapes
 
 Tree = Any
@@ -131,7 +132,7 @@ def _zero1(
 def _ours(
     optimizer: optax.GradientTransformation, params: Tree, mesh: Mesh, options: Any
 ) -> tuple[Any, Tree]:
-    tx = wus.shard_updates(optimizer, mesh=mesh, **options)
+    tx = wus.shard_updates(optimizer, **{"mesh": mesh, "lines": torus_lines(mesh), **options})
 
     def step(params: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
         return tx.apply(jax.tree.map(lambda g: g[0], grads), state, params)

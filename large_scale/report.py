@@ -76,7 +76,7 @@ def library(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as e:
         raise ModuleNotFoundError(
-            f"{name.partition('.')[0]} is not installed: pip install 'wusharding[aot]'"
+            f"{name.partition('.')[0]} is not installed: pip install 'wusharding[bench]'"
         ) from e
 
 

@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from large_scale import make_mesh
+import wusharding as wus
+from large_scale import make_mesh, torus_lines
 from tests.large_scale.fakes import fake_devices
 
 
@@ -63,6 +64,28 @@ def test_live_devices():
     assert dict(mesh.shape) == {"data": 4, "model": 2}
     assert mesh.axis_types == (AxisType.Auto,) * 2
     assert [d.id for d in mesh.devices.flat] == [d.id for d in jax.devices()]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("v3:128x32", [2, 32, 128]),  # the ring along Y before the long line along X
+        ("v3:32x32", [2, 32, 32]),
+        ("v5e:4x16", [16, 4]),
+        ("v4:4x8x4", [2, 8, 4, 4]),
+        ("2*v5e:4x4", [4, 4, 2]),
+        ("v5e:1x8", []),
+    ],
+)
+def test_rings_are_scattered_over_first(name, sizes):
+    mesh = make_mesh(name, devices=fake_devices(name))
+    found = torus_lines(mesh)
+    assert [len(groups[0]) for groups in found.get("data", ())] == sizes
+
+
+def test_what_crosses_no_torus_has_no_lines():
+    assert torus_lines(make_mesh()) == {}
+    assert wus.torus_lines(make_mesh(), "data") == ()
 
 
 BAD = [

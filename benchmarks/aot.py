@@ -1,0 +1,106 @@
+"""What the TPU compiler makes of a weight update: replicated, ZeRO-1 by hand, and `shard_updates`.
+
+    python -m benchmarks.aot                      # all cases; hours on two cores
+    python -m benchmarks.aot --case "v5e:16x16 resnet50 lars"
+    python -m benchmarks.aot --table              # only the table, from what is kept
+
+Compiles for slices that need not be there (`large_scale.aot`), keeps every report in
+`docs/aot.json`, and writes `docs/aot_table.md` and `docs/aot.png` from all that it holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[1] / "docs"
+TOPOLOGIES = (*("v5e:16x16", "v3:32x32", "v4:4x4x4", "v5p:4x4x4", "v6e:16x16", "v3:128x32"),)
+MODELS = (
+    ("resnet50", "lars"),
+    ("transformer-big", "adam"),
+    ("bert-large", "lamb"),
+    ("gpt2", "adam"),
+)
+CASES = [f"{t} {model} {optimizer}" for model, optimizer in MODELS for t in TOPOLOGIES]
+VARIANTS = ("replicated", "zero1", "ours")
+
+Reports = dict[str, dict[str, Any]]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--case", action="append", choices=CASES, help="default: all")
+    parser.add_argument("--table", action="store_true", help="compile nothing")
+    parser.add_argument("--docs", type=Path, default=DOCS)
+    args = parser.parse_args(argv)
+    kept = args.docs / "aot.json"
+    found: dict[str, Reports] = json.loads(kept.read_text()) if kept.exists() else {}
+    for case in [] if args.table else args.case or CASES:
+        print(case, flush=True)
+        found[case] = compiled(case)
+        ordered = {c: found[c] for c in CASES if c in found}
+        kept.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+    if found:
+        (args.docs / "aot_table.md").write_text(table(found), encoding="utf-8")
+
+
+def compiled(case: str) -> Reports:
+    """The reports of one case, from a process of its own, whose memory is given back."""
+    topology, model, optimizer = case.split()
+    command = [sys.executable, "-m", "large_scale.cli", "aot", "--topology", topology]
+    command += ["--model", model, "--optimizer", optimizer, "--json", "/dev/stdout", "--quiet"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return {report["name"]: report for report in json.loads(done.stdout)}
+
+
+def table(found: dict[str, Reports]) -> str:
+    """A row for each case, in the order of `CASES`."""
+    head = [
+        *("topology", "model, optimizer"),
+        *("sent", "ZeRO-1", "ours"),
+        *("peak", "ZeRO-1", "ours"),
+        *("cycles", "ZeRO-1", "ours", "of them relayout"),
+        "largest all-reduce",
+    ]
+    lines = [head, ["---", "---", *["---:"] * (len(head) - 2)]]
+    for case in CASES:
+        if case not in found:
+            continue
+        topology, model, optimizer = case.split()
+        reports = [found[case][v] for v in VARIANTS]
+        sent = [r["sent_bytes"] for r in reports]
+        peak = [r["peak_bytes"] for r in reports]
+        cycles = [r["total_cycles"] for r in reports]
+        relayout = reports[-1]["cycles"].get("relayout", 0)
+        lines.append(
+            [
+                topology,
+                f"{model}, {optimizer}",
+                *_against(sent, 2**20, "MiB", 3),
+                *_against(peak, 2**20, "MiB", 2),
+                *_against(cycles, 1e6, "M", 2),
+                f"{relayout / cycles[-1]:.0%}",
+                f"{_largest(reports[-1]) / 2**20:.2f} MiB",
+            ]
+        )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _against(values: Sequence[float], unit: float, name: str, digits: int) -> list[str]:
+    """The first in a unit, the others as a multiple of it."""
+    first, *others = values
+    return [f"{first / unit:.1f} {name}", *(f"{v / first:.{digits}f}" for v in others)]
+
+
+def _largest(report: dict[str, Any]) -> int:
+    sizes = [c["largest_operand_bytes"] for c in report["collectives"] if c["kind"] == "all-reduce"]
+    return max(sizes, default=0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,367 @@
+"""Reports on compiled steps: of this machine's CPU, of fixed texts, and of TPU slices.
+
+What needs XLA's TPU compiler runs where it is installed (`pip install 'wusharding[tpu-aot]'`).
+"""
+
+import importlib
+import importlib.util
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import wusharding as wus
+from large_scale import aot, cli, hlo, make_mesh, programs, report, shapes
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="XLA's TPU compiler is not installed: pip install 'wusharding[tpu-aot]'",
+)
+
+
+def struct(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+# ------------------------------------------------------------------------------------------- texts
+
+TPU_TEXT = """HloModule m, is_scheduled=true, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  ROOT %s = f32[] add(%a, %a)
+}
+
+%all-reduce-scatter (input: f32[12,8,128]) -> f32[4,8,128] {
+  %input = f32[12,8,128]{2,1,0:T(8,128)} parameter(0)
+  %pad = f32[16,8,128]{2,1,0:T(8,128)} pad(%input, %c), padding=0_4x0_0x0_0
+  %all-reduce.1 = f32[16,8,128]{2,1,0} all-reduce(%pad), replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %d = f32[4,8,128]{2,1,0:T(8,128)} dynamic-slice(%all-reduce.1), dynamic_slice_sizes={4,8,128}
+}
+
+%moves (p: f32[64,128]) -> f32[32,128] {
+  %p = f32[64,128]{1,0} parameter(0)
+  ROOT %cut = f32[32,128]{1,0} slice(%p), slice={[0:32], [0:128]}
+}
+
+%computes (p: f32[64,128]) -> f32[64,128] {
+  %p = f32[64,128]{1,0} parameter(0)
+  ROOT %m = f32[64,128]{1,0} multiply(%p, %p)
+}
+
+ENTRY %main (x: f32[12,8,128], y: f32[64,128]) -> f32[64,128] {
+  %x = f32[12,8,128]{2,1,0:T(8,128)} parameter(0)
+  %y = f32[64,128]{1,0:T(8,128)} parameter(1)
+  %f = f32[4,8,128]{2,1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter, backend_config={"c":{"emitter":"SingleInputAllReduceScatterFusion"}}
+  %near = f32[64,128]{1,0:T(8,128)S(1)} copy(%y)
+  %turned = f32[64,128]{0,1:T(8,128)} copy(%y)
+  %r = f32[8,8,128]{2,1,0} reshape(%y)
+  %scalar = f32[1]{0} reshape(%z)
+  %cut = f32[32,128]{1,0} fusion(%y), kind=kLoop, calls=%moves, backend_config={"w":{"estimated_cycles":"70"}}
+  %fwd = f32[64,128]{1,0} fusion(%y), kind=kLoop, calls=%computes, metadata={op_name="jit(f)/jvp(g)/mul"}, backend_config={"w":{"estimated_cycles":"11"}}
+  %bwd = f32[64,128]{1,0} fusion(%y), kind=kLoop, calls=%computes, metadata={op_name="jit(f)/transpose(jvp(g))/mul"}, backend_config={"w":{"estimated_cycles":"22"}}
+  ROOT %up = f32[64,128]{1,0} fusion(%y), kind=kLoop, calls=%computes, metadata={op_name="jit(f)/mul"}, backend_config={"w":{"estimated_cycles":"33"}}
+}
+"""  # noqa: E501
+
+
+def test_a_fusion_that_keeps_a_slice_of_an_all_reduce_is_a_reduce_scatter():
+    (found,) = hlo.collectives(TPU_TEXT)
+    assert (found.kind, found.operand_bytes, found.result_bytes) == (
+        "reduce-scatter",
+        16 * 8 * 128 * 4,
+        4 * 8 * 128 * 4,
+    )
+    assert found.emitter == "fusion, SingleInputAllReduceScatterFusion"
+    unfused = TPU_TEXT.replace("SingleInputAllReduceScatterFusion", "RotatedPincerEmitter")
+    assert [c.kind for c in hlo.collectives(unfused)] == ["all-reduce"]
+
+
+def test_work_by_kind():
+    found = {w.name: (w.kind, w.cycles) for w in hlo.work(TPU_TEXT)}
+    assert found == {
+        "turned": ("relayout", None),  # another layout; `near` only moves between memories
+        "r": ("relayout", None),
+        "cut": ("relayout", 70),
+        "fwd": ("forward", 11),
+        "bwd": ("backward", 22),
+        "up": ("update", 33),
+    }
+    sizes = {w.name: w.nbytes for w in hlo.work(TPU_TEXT)}
+    assert sizes["r"] == 2 * 64 * 128 * 4 and sizes["cut"] == (64 + 32) * 128 * 4
+
+
+# --------------------------------------------------------------------------------------------- CPU
+
+
+def test_a_step_on_this_machine():
+    mesh = make_mesh("cpu:8", devices=aot.devices("cpu:8"), axis_types=AxisType.Auto)
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    found = aot.compile_step(lambda x: jnp.sum(x, axis=0) * x[:8], x, name="sum")
+    assert (found.name, found.topology, found.hbm_bytes) == ("sum", "cpu:8", 0)
+    assert found.argument_bytes == 8 * 32 * 4
+    assert found.largest("all-reduce") == 32 * 4
+    assert found.peak_bytes >= found.argument_bytes + found.output_bytes
+    assert not found.cycles and found.total_cycles == 0
+    data = json.loads(found.to_json())
+    assert data["sent_bytes"] == found.sent_bytes > 0
+    assert {c["kind"] for c in data["collectives"]} == {c.kind for c in found.collectives}
+
+
+def test_a_step_without_shardings_is_refused():
+    with pytest.raises(ValueError, match="no argument has a NamedSharding"):
+        aot.compile_step(lambda x: x, struct(4))
+
+
+@pytest.mark.parametrize("variant", programs.VARIANTS)
+def test_each_program_is_what_it_says(variant):
+    mesh = make_mesh(axis_types=AxisType.Auto)
+    weights = {"w": struct(64, 40), "b": struct(24), "s": struct(3, 5)}
+    program = programs.update_program(variant, optax.adam(1e-3), weights, mesh)
+    found = aot.compile_step(program.step, *program.args, name=variant)
+    whole = sum(4 * x.size for x in weights.values())
+    kinds = {c.kind for c in found.collectives}
+    moments = sum(
+        np.prod(x.sharding.shard_shape(x.shape)) * 4
+        for x in jax.tree.leaves(program.args[1])
+        if x.shape
+    )
+    assert found.alias_bytes > 0
+    if variant == "ours":
+        assert kinds == {"reduce-scatter", "all-gather"}
+        assert moments <= 2 * (whole / 8 + 3 * 4)
+    else:
+        assert "reduce-scatter" not in kinds and found.largest("all-reduce") >= whole / 2
+        assert moments == 2 * (whole if variant == "replicated" else whole / 8 + 7 / 8 * 15 * 4)
+
+
+def test_programs_compute_the_same():
+    mesh = make_mesh(axis_types=AxisType.Auto)
+    weights = {"w": struct(64, 40), "b": struct(24)}
+    outs = []
+    for variant in programs.VARIANTS:
+        program = programs.update_program(variant, optax.adam(1e-3), weights, mesh)
+        params, state, grads = jax.tree.map(
+            lambda x: jax.device_put(
+                np.sin(np.arange(np.prod(x.shape)).reshape(x.shape)).astype(x.dtype), x.sharding
+            ),
+            (program.args[0], jax.tree.map(lambda x: x, program.args[1]), program.args[2]),
+        )
+        state = jax.tree.map(jnp.zeros_like, state)
+        outs.append(program.step(params, state, grads)[0])
+    for other in outs[1:]:
+        for a, b in zip(jax.tree.leaves(outs[0]), jax.tree.leaves(other), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_programs_that_do_not_exist():
+    mesh = make_mesh(axis_types=AxisType.Auto)
+    with pytest.raises(ValueError, match="need one of replicated, zero1, ours"):
+        programs.update_program("zero3", optax.sgd(0.1), {"w": struct(8)}, mesh)
+    with pytest.raises(ValueError, match=r"axis_types=AxisType\.Auto"):
+        programs.update_program("ours", optax.sgd(0.1), {"w": struct(8)}, make_mesh())
+
+
+# --------------------------------------------------------------------------------- what is missing
+
+
+def test_no_tpu_compiler(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    aot._tpu_devices.cache_clear()
+    with pytest.raises(aot.MissingCompilerError, match=r"pip install 'wusharding\[tpu-aot\]'"):
+        aot.devices("v5e:2x2")
+
+
+def test_no_gpu_compiler():
+    with pytest.raises(aot.MissingCompilerError, match="GPUs without one is not supported"):
+        aot.devices("h100:1x8")
+
+
+def test_too_few_cpu_devices():
+    with pytest.raises(ValueError, match="xla_force_host_platform_device_count=16"):
+        aot.devices("cpu:16")
+
+
+def test_no_library(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(ModuleNotFoundError, match=r"rich is not installed: .*\[bench\]"):
+        report.library("rich.table")
+
+
+# ------------------------------------------------------------------------------------ command line
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setitem(cli.MODELS, "tiny", lambda: {"<w>": struct(64, 40), "b": struct(24)})
+
+
+def test_the_command_prints_and_keeps_what_it_found(tiny, tmp_path, capsys):
+    page, data = tmp_path / "page.html", tmp_path / "data.json"
+    command = ["aot", "--topology", "cpu:8", "--model", "tiny", "--optimizer", "adam"]
+    assert cli.main([*command, "--json", str(data), "--html", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert "tiny, adam, on cpu:8 (8 devices)" in out
+    for word in ("replicated", "zero1", "ours", "peak memory", "sent by a device"):
+        assert word in out
+    assert [r["name"] for r in json.loads(data.read_text())] == list(programs.VARIANTS)
+    assert "<td>" in page.read_text() and 'src="page.png"' in page.read_text()
+    assert (tmp_path / "page.png").stat().st_size > 1000
+    assert cli.main([*command, "--compare", "ours", "--quiet"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--topology", "v9:4x4"], "no chip 'v9' is known; known are v2"),
+        (["--topology", "cpu:8", "--compare", "ours,zero9"], "unknown ['zero9']; need some of"),
+        (["--topology", "cpu:64"], "xla_force_host_platform_device_count=64"),
+        (["--topology", "h100:1x8"], "GPUs without one is not supported"),
+    ],
+)
+def test_the_command_refuses_in_words(tiny, capsys, arguments, message):
+    assert cli.main(["aot", "--model", "tiny", "--optimizer", "adam", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("large-scale: ") and message in error and "Traceback" not in error
+
+
+def test_markdown():
+    mesh = make_mesh(axis_types=AxisType.Auto)
+    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    one = aot.compile_step(lambda x: x * 2, x, name="one")
+    lines = report.markdown([one, one]).splitlines()
+    assert lines[0] == "| on each device | one | one |" and lines[1] == "| --- | ---: | ---: |"
+    assert len({line.count("|") for line in lines}) == 1
+    assert "| collectives | none | none |" in lines
+
+
+def test_models_are_those_of_the_papers():
+    assert set(cli.MODELS) == {"resnet50", "transformer-big", "bert-large", "gpt2"}
+    assert shapes.gpt2()["embedding/token"].shape == (50_257, 768)
+
+
+# ------------------------------------------------------------------------------------- TPU slices
+
+WEIGHTS = {
+    **{f"matrix{i}": struct(1024, 1024) for i in range(3)},
+    "conv": struct(3, 3, 128, 256),
+    "narrow": struct(3, 3, 64, 64),
+    "head": struct(2048, 1000),
+    **{f"bias{i}": struct(1024) for i in range(4)},
+}
+WEIGHT_BYTES = sum(4 * x.size for x in WEIGHTS.values())
+
+
+def compiled(topology, variant, optimizer=None, **options):
+    mesh = make_mesh(topology, devices=aot.devices(topology), axis_types=AxisType.Auto)
+    program = programs.update_program(
+        variant, optimizer or optax.adam(1e-3), WEIGHTS, mesh, **options
+    )
+    return mesh, aot.compile_step(program.step, *program.args, name=variant)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("topology", ["v5e:4x4", "v3:4x4", "v4:2x2x2", "v5p:2x2x4", "v6e:4x4"])
+def test_no_gradient_is_all_reduced(topology):
+    mesh, ours = compiled(topology, "ours")
+    _, replicated = compiled(topology, "replicated")
+    assert ours.largest("all-reduce") <= 0.005 * WEIGHT_BYTES
+    assert replicated.largest("all-reduce") > 0.5 * WEIGHT_BYTES  # the check sees what it looks for
+    assert ours.sent_bytes <= 1.02 * replicated.sent_bytes
+    assert ours.peak_bytes < replicated.peak_bytes
+    assert ours.cycles["update"] < 0.6 * replicated.cycles["update"]  # small: they fit on the chip
+    # Every group is a line of the torus.
+    places = np.array([(*d.coords, d.core_on_chip) for d in mesh.devices.flat])
+    for c in ours.collectives:
+        if c.kind in ("reduce-scatter", "all-gather"):
+            for group in c.groups:
+                assert np.count_nonzero(np.ptp(places[list(group)], axis=0)) == 1
+
+
+@needs_libtpu
+def test_by_hand_it_is_not_less_but_more():
+    _, zero1 = compiled("v5e:4x4", "zero1")
+    _, replicated = compiled("v5e:4x4", "replicated")
+    assert zero1.sent_bytes > 1.4 * replicated.sent_bytes
+    assert not any(c.kind == "reduce-scatter" for c in zero1.collectives)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("topology", ["v5e:4x4", "v3:4x4"])
+def test_an_even_number_of_tiles_is_scattered_as_it_is(topology, dtype):
+    devices = aot.devices(topology)
+    mesh = Mesh(np.array(devices), ("data",))
+    lines = wus.torus_lines(mesh, "data")[-1]
+
+    def made_of(rows):
+        n = len(lines[0])
+        mapped = jax.shard_map(
+            lambda x: lax.psum_scatter(x, "data", axis_index_groups=lines, tiled=True),
+            mesh=mesh,
+            in_specs=P(),
+            out_specs=P("data"),
+            check_vma=False,
+        )
+        x = jax.ShapeDtypeStruct((n, rows, 128), dtype, sharding=NamedSharding(mesh, P()))
+        found = hlo.collectives(jax.jit(mapped).lower(x).compile().as_text())
+        return found[0].kind, found[0].operand_bytes / (n * rows * 128 * dtype.dtype.itemsize)
+
+    assert made_of(16) == made_of(32) == made_of(48) == ("reduce-scatter", 1.0)
+    assert made_of(8) == made_of(1) == ("all-reduce", 1.0)
+    kind, padded = made_of(24)
+    assert kind == "reduce-scatter" and padded > 1.2
+
+
+@needs_libtpu
+def test_weights_travel_in_bfloat16():
+    _, found = compiled("v5e:4x4", "ours", gather_dtype=jnp.bfloat16)
+    gathers = [c for c in found.collectives if c.kind == "all-gather"]
+    small = sum(c.sent_bytes for c in gathers if c.dtype != "bf16")
+    assert small == 0 or small < 0.01 * sum(c.sent_bytes for c in gathers)
+
+
+@needs_libtpu
+def test_the_program_does_not_grow_with_the_cluster():
+    counts = [compiled(t, "ours")[1].instructions for t in ("v5e:4x4", "v5e:8x8", "v5e:16x16")]
+    assert max(counts) < 1.25 * min(counts), counts
+
+
+@needs_libtpu
+def test_what_does_not_fit_is_named():
+    mesh = make_mesh("v5e:2x2", devices=aot.devices("v5e:2x2"), axis_types=AxisType.Auto)
+    weights = {"huge": struct(65536, 32768), "small": struct(8, 128)}
+    program = programs.update_program("replicated", optax.adam(1e-3), weights, mesh)
+    with pytest.raises(aot.DoesNotFitError) as error:
+        aot.compile_step(program.step, *program.args, name="step")
+    assert "does not fit v5e:2x2: needs 40.00GiB for temporaries alone" in str(error.value)
+    assert "8.00 GiB argument[0]['huge'] float32[65536, 32768]" in str(error.value)
+
+
+@needs_libtpu
+def test_the_papers_own_pass_passes_todays_programs_by():
+    mesh = make_mesh("v3:4x4", devices=aot.devices("v3:4x4"), axis_types=AxisType.Auto)
+    program = programs.update_program("replicated", optax.adam(1e-3), WEIGHTS, mesh)
+    lowered = program.step.lower(*program.args)
+    texts = []
+    for flag in ("false", "true"):
+        options = {"xla_jf_auto_cross_replica_sharding": flag}
+        found = hlo.collectives(lowered.compile(compiler_options=options).as_text())
+        texts.append([(c.kind, c.operand_bytes, c.replica_groups) for c in found])
+    assert texts[0] == texts[1] and {kind for kind, *_ in texts[0]} == {"all-reduce"}
+
+
+@needs_libtpu
+def test_a_slice_that_the_compiler_does_not_take():
+    with pytest.raises(ValueError, match="v5e:3x3: the TPU compiler does not take it"):
+        aot.devices("v5e:3x3")
