@@ -7,6 +7,7 @@ the update asks for it, which is where it becomes a reduce-scatter.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -93,6 +94,8 @@ class _StepDecider(Decider):
         self.deliver = deliver
         self.open_outputs = open_outputs
         self.replica_axes = frozenset(self.replicas.reduce_axes)
+        self.readers = Counter(v for op in self.program.ops for v in op.ins)
+        self.readers.update(self.program.outputs)
         self.made_by = {v: op for op in self.program.ops for v in op.outs}
 
     def run(self, inputs: Sequence[Value]) -> Schedule:
@@ -294,11 +297,15 @@ class _StepDecider(Decider):
 
     def _linear(self, op: Op, rule: OpRule, factors: Factors) -> bool:
         """As in an update; but a sum that is wanted split is made where it is first read."""
+        largest = max(self.avals[v].size for v in op.ins if self.values[v].partial)
+        if any(self.avals[v].size > largest for v in op.outs):
+            return False  # sums are made before they are spread
+        stays = isinstance(op.primitive, Identity) or self.deferred.issuperset(op.outs)
+        if not stays and any(self.readers[v] > 1 for v in op.ins if self.values[v].partial):
+            return False  # or before they are read in several ways
         wanted = (self._wanted(v) for v in op.ins if self.values[v].partial)
-        if any(h is not None and h.span for h in wanted):
-            stays = isinstance(op.primitive, Identity) or self.deferred.issuperset(op.outs)
-            if not stays:
-                return False
+        if not stays and any(h is not None and h.span for h in wanted):
+            return False
         return super()._linear(op, rule, factors)
 
     # --------------------------------------------------------------------------------- collectives

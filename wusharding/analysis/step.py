@@ -33,8 +33,13 @@ def _hint_gradients(
     shapes = {weight: program.avals[old].shape for old, _, weight in pairs}
     made = [(new, weight) for _, new, weight in pairs]
     for v, weight in gradients(facts, region, propagation.replicas, made):
-        p = params[weight]
-        if v not in hints and p.span is not None and program.avals[v].shape == shapes[weight]:
+        p: Placement | None = params[weight]
+        shape, wanted = program.avals[v].shape, shapes[weight]
+        if wanted[:1] == (1,) and shape == wanted[1:]:  # a copy of a stack, as `pmap` hands it over
+            p = p.without_leading_dim()
+        elif shape != wanted:
+            continue
+        if v not in hints and p is not None and p.span is not None:
             hints[v] = p
             changed = True
     for k, regions in region.bodies.items():

@@ -56,7 +56,7 @@ def find_region(facts: Facts, kept: Sequence[int]) -> Region:
       kept: values of the program that go round: new weights and state.
     """
     program = facts.program
-    stops = set(kept)
+    stops = _boxed(program, kept)
     forward: set[int] = set()
     whole: set[int] = set()
     bodies: dict[int, tuple[Region, ...]] = {}
@@ -69,12 +69,35 @@ def find_region(facts: Facts, kept: Sequence[int]) -> Region:
                     find_region(body, _kept(body.program, op)) for body in facts.bodies[k]
                 )
                 whole.update(_read_whole(op, bodies[k]))
-            else:
+            elif not _hands_out(op, facts):
                 whole.update(op.ins)
         elif whole.intersection(op.outs) and stops.isdisjoint(op.outs):
             forward.add(k)
             whole.update(op.ins)
     return Region(frozenset(forward), frozenset(whole), bodies)
+
+
+def _boxed(program: Program, kept: Sequence[int]) -> set[int]:
+    """These values, and the same ones before they were wrapped up to leave."""
+    made_by = {v: op for op in program.ops for v in op.outs}
+    found, open_values = set[int](), list(kept)
+    while open_values:
+        v = open_values.pop()
+        found.add(v)
+        op = made_by.get(v)
+        if op is None or op.name not in _WRAPPINGS:
+            continue
+        if program.avals[op.ins[0]].size == program.avals[v].size or op.name in CROSSINGS:
+            open_values.append(op.ins[0])
+    return found
+
+
+_WRAPPINGS = (*CROSSINGS, "copy", "reshape", "squeeze", "expand_dims", "broadcast_in_dim")
+
+
+def _hands_out(op: Op, facts: Facts) -> bool:
+    """Copies of what is equal on all replicas, stacked for the caller: nothing reads them here."""
+    return op.name == "leave_manual" and not facts.spreads[op.ins[0]].axes()
 
 
 def _one_sided(op: Op, facts: Facts) -> bool:
