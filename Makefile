@@ -10,6 +10,10 @@ WORKERS ?= 2
 # More arguments for pytest: `make test ARGS="-k flat -x"`.
 ARGS ?=
 
+# Sizes up to which `make bench-step` follows the time before the first step.
+LEAVES ?= 10 30 100 300 1000 2000
+LAYERS ?= 12 24 48 96
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
@@ -21,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-all check format demo demo-multiprocess bench-update bench-optimizers clean
+.PHONY: help venv test test-all check format demo demo-multiprocess bench-update bench-step bench-optimizers clean
 .DELETE_ON_ERROR:
 
 help: ## what the targets do
@@ -58,6 +62,9 @@ demo-multiprocess: venv ## two processes train, one goes on from their checkpoin
 
 bench-update: venv ## time and memory of the weight update, replicated and sharded
 	$(BIN)/python -m benchmarks.update
+
+bench-step: venv ## whole train steps and the time to transform them; rewrites their page in docs/
+	$(BIN)/python -m benchmarks.step --leaves $(LEAVES) --layers $(LAYERS) --page docs/step_benchmark.md
 
 bench-optimizers: venv ## the same, optimizer by optimizer
 	$(BIN)/python -m benchmarks.optimizers

@@ -37,11 +37,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import wusharding as wus
+from benchmarks.devices import NUM_DEVICES, device_bytes, use_virtual_devices
 from large_scale import hlo
 
 Tree = Any
 
-NUM_DEVICES = 8
 BATCH = 256  # images of one step, over all devices
 # Largest relative difference of a weight tensor (2-norms) between the runs after training. Only the
 # order in which sums are made differs: of gradients over replicas, of norms over shards. That is
@@ -213,11 +213,7 @@ class Run:
     @property
     def state_bytes(self) -> int:
         """Bytes of optimizer state on the fullest device, as they lie there."""
-        held = collections.Counter[Any]()
-        for x in jax.tree.leaves(self.state):
-            for shard in x.addressable_shards:
-                held[shard.device] += shard.data.nbytes
-        return max(held.values())
+        return device_bytes(self.state)
 
     @property
     def sent_bytes(self) -> dict[str, int]:
@@ -519,16 +515,6 @@ def _draw_sent(axes: Axes, plain: Run, sharded: Run) -> None:
 
 
 # --------------------------------------------------------------------------------------------- main
-
-
-def use_virtual_devices() -> None:
-    """Makes JAX see `NUM_DEVICES` CPU devices; to be called before it looks for any."""
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    count = "--xla_force_host_platform_device_count"
-    kept = [flag for flag in flags if not flag.startswith(count)]
-    os.environ["XLA_FLAGS"] = " ".join([*kept, f"{count}={NUM_DEVICES}"])
-    os.environ["NPROC"] = str(8 * NUM_DEVICES)  # threads of XLA's: see CONTRIBUTING.md
-    jax.config.update("jax_platforms", "cpu")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

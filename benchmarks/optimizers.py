@@ -9,13 +9,9 @@ step as the compiler left them.
 import argparse
 import collections
 import dataclasses
-import os
 import pathlib
 from collections.abc import Iterable
 from typing import Any
-
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-os.environ.setdefault("NPROC", "64")  # XLA waits in collectives with one thread a device
 
 import jax
 import numpy as np
@@ -27,10 +23,10 @@ from rich.progress import track
 from rich.table import Table
 
 import wusharding as wus
+from benchmarks.devices import use_virtual_devices
 from benchmarks.optimizer_cases import STEPS, Case, cases, run_reference
+from benchmarks.report import SHORT
 from large_scale.hlo import collectives
-
-_SHORT = {"all-reduce": "AR", "reduce-scatter": "RS", "all-gather": "AG", "all-to-all": "A2A"}
 
 
 @dataclasses.dataclass
@@ -113,7 +109,7 @@ def measure(case: Case, mesh: Mesh) -> Row:
     """Runs a case both ways."""
     params, state = run_reference(case, num_replicas=mesh.shape["data"])
     run = run_sharded(case, mesh)
-    found = collections.Counter(_SHORT.get(c.kind, c.kind) for c in collectives(run.hlo))
+    found = collections.Counter(SHORT.get(c.kind, c.kind) for c in collectives(run.hlo))
     whole = [leaf for leaf in run.plan.state if leaf.why]
     return Row(
         name=case.name,
@@ -192,4 +188,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    use_virtual_devices()
     main()

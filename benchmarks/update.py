@@ -8,53 +8,25 @@ timed. All programs of a case run in this one process, one after the other, shuf
 round; a round's times give its ratios.
 """
 
-# JAX and XLA read the environment once, so it comes before the imports. Under pytest, conftest.py
-# has seen to it.
-import os
-import sys
-
-if "jax" not in sys.modules:
-    flags = (
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_force_host_platform_device_count=8",
-        # NPROC also makes XLA cut every kernel for that many threads' queues. With eight devices on
-        # fewer cores that only adds hand-overs, to small kernels most.
-        "--xla_disable_hlo_passes=cpu-parallel-task-assigner",
-    )
-    os.environ["XLA_FLAGS"] = " ".join(flags)
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    # Threads of XLA's CPU client: a device that waits in a collective holds one, see conftest.py.
-    os.environ["NPROC"] = "64"
-
 import argparse
 import ctypes
 import dataclasses
 import gc
 import json
-import platform
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 import numpy as np
-import optax
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress
 from rich.table import Table
 
-import wusharding as wus
+from benchmarks import report
+from benchmarks.devices import NUM_DEVICES, use_virtual_devices
+from benchmarks.report import SHORT, Spread, ms, ratio
 from benchmarks.update_programs import (
-    NUM_DEVICES,
     OPTIMIZERS,
     VARIANTS,
     Bench,
@@ -75,7 +47,6 @@ PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ours-explicit": ("update:ours", ("reduce-scatter", "gather:ours")),
     "ours-auto": ("update:ours-sliced", ("all-reduce", "gather:ours")),
 }
-SHORT = {"all-reduce": "AR", "reduce-scatter": "RS", "all-gather": "AG", "all-to-all": "A2A"}
 HOW = """\
 step         gradients' reduction, update and gather, from local gradients that lie on the
              devices; no forward or backward pass; weights and state donated
@@ -101,20 +72,6 @@ Allocator: {allocator}. XLA_FLAGS: {flags}.
 Of these flags, the one that keeps XLA from cutting kernels for several threads helps small kernels
 more, so it favours the sharded update (25 M, Adam, by cpu: 5.4 times without it, 5.9 with it).
 Times are medians of {rounds} rounds, quartiles in brackets; ratios are medians of each round's."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """Median and quartiles."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Any) -> "Spread":
-        low, median, high = np.quantile(np.asarray(values, float), (0.25, 0.5, 0.75))
-        return cls(float(median), float(low), float(high))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,12 +210,12 @@ def _case(
         found = collectives(program.compiled.as_text())
         sent = sum(c.sent_bytes for c in found)
         ratios = {
-            "step": _ratio(wall["replicated"], wall[v]),
-            "step_cpu": _ratio(cpu["replicated"], cpu[v]),
-            "update": _ratio(update("replicated", wall), update(v, wall)),
-            "update_cpu": _ratio(update("replicated", cpu), update(v, cpu)),
-            "rest": _ratio(wall["replicated"] - moved["replicated"], wall[v] - moved[v]),
-            "zero1": _ratio(wall["zero1-auto"], wall[v]),
+            "step": ratio(wall["replicated"], wall[v]),
+            "step_cpu": ratio(cpu["replicated"], cpu[v]),
+            "update": ratio(update("replicated", wall), update(v, wall)),
+            "update_cpu": ratio(update("replicated", cpu), update(v, cpu)),
+            "rest": ratio(wall["replicated"] - moved["replicated"], wall[v] - moved[v]),
+            "zero1": ratio(wall["zero1-auto"], wall[v]),
         }
         rows.append(
             Row(
@@ -289,10 +246,6 @@ def _case(
         {p: Spread.of(wall[p]) for p in phases},
         {p: Spread.of(cpu[p]) for p in phases},
     )
-
-
-def _ratio(base: np.ndarray, other: np.ndarray) -> float:
-    return float(np.median(base / other))
 
 
 def measure_stages(
@@ -335,9 +288,9 @@ def case_table(case: Case) -> Table:
         x = row.ratios
         table.add_row(
             row.variant,
-            *(_spread(s) for s in (row.step_ms, row.update_ms, row.collectives_ms)),
-            _ms(row.rest_ms.median),
-            f"{_ms(row.step_cpu_ms.median)} ({_ms(row.step_system_ms.median)})",
+            *(str(s) for s in (row.step_ms, row.update_ms, row.collectives_ms)),
+            ms(row.rest_ms.median),
+            f"{ms(row.step_cpu_ms.median)} ({ms(row.step_system_ms.median)})",
             f"{x['step']:.2f}, {x['step_cpu']:.2f}",
             f"{x['update']:.1f}, {x['update_cpu']:.1f}",
             f"{x['rest']:.1f}",
@@ -349,14 +302,6 @@ def case_table(case: Case) -> Table:
             f"{row.max_difference:.0e}",
         )
     return table
-
-
-def _ms(x: float) -> str:
-    return f"{x:.0f}" if abs(x) >= 100 else f"{x:.3g}"
-
-
-def _spread(s: Spread) -> str:
-    return f"{_ms(s.median)} [{_ms(s.low)}, {_ms(s.high)}]"
 
 
 def stages_table(stages: Sequence[Stages]) -> Table:
@@ -458,18 +403,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = parser().parse_args(argv)
     if args.allocator == "keep":
         keep_memory()
-    # Tables are wide; a file or a pipe has no width of its own.
-    console = Console(width=None if Console().is_terminal else 220)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    console = report.console()
     cases: list[Case] = []
     stages: list[Stages] = []
-    with Progress(*columns, console=console) as progress:
+    with report.progress(console) as progress:
         for millions in args.params:
             for name in args.optimizers:
                 cases.append(measure(name, round(millions * 1e6), args.steps, progress))
@@ -482,34 +419,27 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             }
             stages = measure_stages(trees, args.optimizers[0], args.repeats, progress)
             progress.console.print(stages_table(stages))
-    flags = os.environ.get("XLA_FLAGS", "").strip()
+    found = report.environment()
+    found["machine"]["allocator"] = args.allocator
+    flags = found["machine"]["xla_flags"]
     how = HOW.format(rounds=args.steps, allocator=args.allocator, flags=flags)
     console.print(how, highlight=False)
-    report = {
-        "machine": {
-            "cpus": os.cpu_count(),
-            "platform": platform.platform(),
-            "devices": NUM_DEVICES,
-            "load": os.getloadavg(),
-            "allocator": args.allocator,
-            "xla_flags": flags,
-        },
-        "versions": {
-            m.__name__: m.__version__
-            for m in (wus, jax, jaxlib, optax)
-            if hasattr(m, "__version__")
-        },
+    data = {
+        **found,
         "variants": VARIANTS,
         "parts": PARTS,
         "cases": [dataclasses.asdict(c) for c in cases],
         "stages": [dataclasses.asdict(s) for s in stages],
     }
     if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+        args.json.write_text(json.dumps(data, indent=2) + "\n")
     if args.plot:
         plot(cases, args.plot)
-    return report
+    return data
 
 
 if __name__ == "__main__":
+    # NPROC also makes XLA cut every kernel for that many threads' queues. With eight devices on
+    # fewer cores that only adds hand-overs, to small kernels most.
+    use_virtual_devices("--xla_disable_hlo_passes=cpu-parallel-task-assigner")
     main()

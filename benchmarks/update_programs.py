@@ -13,7 +13,6 @@ that a process needs is that of one step and all states.
 """
 
 import dataclasses
-import itertools
 import math
 import resource
 import time
@@ -28,13 +27,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import wusharding as wus
+from benchmarks.devices import NUM_DEVICES
 from wusharding.formats import Format
 from wusharding.transforms.collectives import Collectives
 from wusharding.transforms.runner import Runner
 
 Tree = Any
 
-NUM_DEVICES = 8
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adam": lambda: optax.adam(1e-3),
     "lamb": lambda: optax.lamb(1e-3, weight_decay=0.01),
@@ -61,7 +60,16 @@ def transformer_shapes(elems: int) -> Tree:
     vocabulary takes the rest, whatever number that is.
     """
     d = 512 if elems >= 10e6 else max(round(512 * math.sqrt(elems / 25e6) / 8) * 8, 8)
-    heads, ff, positions = 8, 4 * d, d // 2
+    one = decoder_shapes(d, layers=1, vocabulary=0)
+    layer = num_elems(one["layers"])
+    layers = max(round(0.75 * elems / layer), 1)
+    rest = elems - layers * layer - num_elems((one["positions"], one["norm"]))
+    return decoder_shapes(d, layers=layers, vocabulary=max(rest // d, 1))
+
+
+def decoder_shapes(d: int, *, layers: int, vocabulary: int) -> Tree:
+    """Shapes of a decoder's weights, `d` elements wide, for sequences of up to d / 2 tokens."""
+    heads, ff = 8, 4 * d
     layer = {
         "attention": {
             **{
@@ -77,11 +85,9 @@ def transformer_shapes(elems: int) -> Tree:
         "norm1": {"scale": (d,), "bias": (d,)},
         "norm2": {"scale": (d,), "bias": (d,)},
     }
-    layers = max(round(0.75 * elems / num_elems(layer)), 1)
-    rest = elems - layers * num_elems(layer) - positions * d - 2 * d
     return {
-        "embedding": (max(rest // d, 1), d),
-        "positions": (positions, d),
+        "embedding": (vocabulary, d),
+        "positions": (d // 2, d),
         "layers": [layer] * layers,
         "norm": {"scale": (d,), "bias": (d,)},
     }
@@ -142,18 +148,36 @@ class Taken:
     system: float
 
 
+def timed(fun: Callable[..., Any], *args: Any) -> tuple[Any, Taken]:
+    """What `fun` returns, and what it took until the last of it was there."""
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    start = time.perf_counter()
+    out = jax.block_until_ready(fun(*args))
+    seconds = time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    system = after.ru_stime - before.ru_stime
+    return out, Taken(seconds, after.ru_utime - before.ru_utime + system, system)
+
+
 def staged(jitted: Any, args: Sequence[Any], mesh: Mesh) -> tuple[Any, dict[str, float]]:
     """Compiled program, and the seconds that each stage took."""
-    marks = [time.perf_counter()]
+    stages: dict[str, Callable[[Any], Any]] = {
+        "trace": lambda _: jitted.trace(*args),
+        "lower": lambda traced: traced.lower(),
+        "compile": lambda lowered: lowered.compile(),
+    }
     with jax.set_mesh(mesh):
-        traced = jitted.trace(*args)
-        marks.append(time.perf_counter())
-        lowered = traced.lower()
-        marks.append(time.perf_counter())
-        compiled = lowered.compile()
-        marks.append(time.perf_counter())
-    names = ("trace", "lower", "compile")
-    return compiled, {n: b - a for n, (a, b) in zip(names, itertools.pairwise(marks), strict=True)}
+        return in_stages(stages)
+
+
+def in_stages(stages: dict[str, Callable[[Any], Any]]) -> tuple[Any, dict[str, float]]:
+    """Runs each stage on what the one before it gave; the last result, and each stage's seconds."""
+    out, seconds = None, {}
+    for name, stage in stages.items():
+        start = time.perf_counter()
+        out = stage(out)
+        seconds[name] = time.perf_counter() - start
+    return out, seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,10 +323,7 @@ class Bench:
         )
 
     def _state_specs(self, params: list[Any], specs: list[P]) -> Tree:
-        state = jax.eval_shape(self.optimizer.init, params)
-        return optax.tree.map_params(
-            self.optimizer, lambda _, s: s, state, specs, transform_non_params=lambda _: P()
-        )
+        return state_specs(self.optimizer, params, specs)
 
     def _local_init(self, split: Split) -> Tree:
         """The wrapped optimizer's own state for pieces of weights, on each device."""
@@ -326,18 +347,12 @@ class Bench:
         args = self.arguments(program)
         for name in program.gives:
             del self.buffers[name]
-        before = resource.getrusage(resource.RUSAGE_SELF)
-        start = time.perf_counter()
-        out = program.compiled(*args)
-        jax.block_until_ready(out)
-        seconds = time.perf_counter() - start
-        after = resource.getrusage(resource.RUSAGE_SELF)
+        out, taken = timed(program.compiled, *args)
         del args
         for name, value in zip(program.gives, out, strict=True):
             keep = program.mesh if name.startswith("state:") else self.auto
             self.buffers[name] = on_mesh(value, keep)
-        system = after.ru_stime - before.ru_stime
-        return Taken(seconds, after.ru_utime - before.ru_utime + system, system)
+        return taken
 
     def _program(
         self,
@@ -583,6 +598,14 @@ class Bench:
         """Bytes of optimizer state that the first device holds, read off its buffers."""
         pieces = _on_first_device(jax.tree.leaves(self.buffers[f"state:{name}"]))
         return sum(x.nbytes for x in pieces)
+
+
+def state_specs(optimizer: optax.GradientTransformation, params: Tree, specs: Tree) -> Tree:
+    """A spec for each array of an optimizer's state: its weight's, else replicated."""
+    state = jax.eval_shape(optimizer.init, params)
+    return optax.tree.map_params(
+        optimizer, lambda _, s: s, state, specs, transform_non_params=lambda _: P()
+    )
 
 
 def _index(shape: tuple[int, ...]) -> jax.Array:

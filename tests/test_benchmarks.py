@@ -1,8 +1,11 @@
 import json
 
+import jax
+import optax
 import pytest
+from jax.sharding import Mesh
 
-from benchmarks import update, update_programs
+from benchmarks import step, step_models, step_programs, update, update_programs
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +51,66 @@ def test_update_times_every_part_and_every_stage(report):
 def test_transformer_shapes_have_about_the_elements_asked_for(millions):
     shapes = update_programs.transformer_shapes(round(millions * 1e6))
     assert update_programs.num_elems(shapes) == pytest.approx(millions * 1e6, rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def step_report(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("step")
+    sizes = ["--cases=mlp-adam", "--depth=1", "--width=8", "--rounds=2"]
+    growth = ["--leaves", "2", "4", "--layers"]
+    data = step.main([*sizes, *growth, f"--page={folder}/step.md", f"--json={folder}/step.json"])
+    assert (folder / "step.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((folder / "step.json").read_text())["growth"] == data["growth"]
+    return data, (folder / "step.md").read_text()
+
+
+def test_steps_learn_the_same_and_hold_and_move_what_they_should(step_report):
+    data, _ = step_report
+    (case,) = data["cases"]
+    assert len(case["rows"]) == 8
+    assert all(row["loss_difference"] < 1e-5 for row in case["rows"])
+    rows = {(row["written"], row["variant"]): row for row in case["rows"]}
+    for written in step_programs.WRITTEN:
+        plain, zero1, whole, split = (rows[written, v] for v in step_programs.VARIANTS)
+        assert set(plain["collectives"]) == {"all-reduce"}
+        for row in (zero1, whole, split):
+            assert plain["state_bytes"] / 8 <= row["state_bytes"] < plain["state_bytes"] / 7
+        assert split["weight_bytes"] == plain["weight_bytes"] / 8
+        assert whole["weight_bytes"] == plain["weight_bytes"]
+        # Beside the gradients' scatter and the weights' gather there is the loss, in 4 bytes.
+        for row in (whole, split):
+            assert row["collectives"] == dict.fromkeys(row["collectives"], 1)
+            assert {"reduce-scatter", "all-gather"} < set(row["collectives"])
+            assert row["sent_bytes"] <= plain["sent_bytes"] + 8
+
+
+def test_the_page_has_every_step_and_every_size(step_report):
+    data, page = step_report
+    assert "![steps and growth](step.png)" in page
+    for row in data["cases"][0]["rows"]:
+        assert f"| {row['written']} | {row['variant']} |" in page
+    assert [(g["num_leaves"], g["written"]) for g in data["growth"]] == [
+        (2, "jit"),
+        (2, "shard_map"),
+        (4, "jit"),
+        (4, "shard_map"),
+    ]
+    assert "from 2 to 4 arrays" in page
+
+
+@pytest.mark.parametrize("written", step_programs.WRITTEN)
+def test_every_weight_of_the_transformer_is_split(written, mesh8_auto: Mesh):
+    model = step_models.decoder(16, layers=1, examples=8, length=8)
+    steps = step_programs.Steps(model, optax.lamb(1e-3), written, mesh8_auto)
+    plan = steps.sharded("shard_step").plan_for(*steps.abstract())
+    assert len(plan.updates) == len(jax.tree.leaves(model.abstract_params()))
+    assert {leaf.why for leaf in plan.updates} == {""}
+    assert "replicated" not in {leaf.format for leaf in plan.updates}
+
+
+def test_growth_is_the_power_of_the_number_of_arrays():
+    a, b = (
+        step.Growth("", n, n, "jit", {}, {"plan": n**2, "lower": 0.0, "compile": 1.0})
+        for n in (10, 40)
+    )
+    assert step.exponent(a, b) == pytest.approx(2)
