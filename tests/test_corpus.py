@@ -1,5 +1,6 @@
 """Train steps as users write them, untouched and through `shard_step`."""
 
+import collections
 import contextlib
 import functools
 import importlib
@@ -17,6 +18,7 @@ import wusharding as wus
 from large_scale.hlo import Collective, collectives
 from tests.corpus.case import Case, sharded_rows
 from tests.runs import bytes_on_devices, mesh_of, of_kind, relative_error
+from wusharding.jaxprs import CROSSINGS
 
 Tree = Any
 STEPS = 5
@@ -25,6 +27,22 @@ TOLERANCE = 1e-5
 FILES = sorted(
     p.stem for p in (Path(__file__).parent / "corpus").glob("*.py") if p.stem not in ("case",)
 )
+
+
+# What the models of the corpus compute; of the updates only those of matrix optimizers.
+FORWARD_ONLY = frozenset(
+    (
+        "dot_general",
+        "conv_general_dilated",
+        "gather",
+        "scatter-add",
+        "tanh",
+        "exp",
+        "erf",
+        "logistic",
+    )
+)
+MATRIX_UPDATES = ("muon",)
 
 
 class Setting:
@@ -135,11 +153,22 @@ def test_a_step_and_its_sharded_form_agree(name: str, mode: str) -> None:
         assert step._last.fun._cache_size() == 1 + any(map(is_key, jax.tree.leaves(state)))
         plain = tuple(step.unshard(part) for part in state)
         text = step.lower(*state, *setting.batch(STEPS)).compile().as_text()
+    assert FORWARD_ONLY.isdisjoint(update_ops(step)) or name in MATRIX_UPDATES
     assert relative_error(without_nans((plain, metrics)), without_nans(wanted)) < TOLERANCE
     check_pieces(setting, state)
     sizes = setting.mesh.shape
     found = [c for c in collectives(text) if "data" in c.crossed_axes(sizes)]
     check_collectives(setting.case, state, found)
+
+
+def update_ops(step: Any) -> collections.Counter[str]:
+    """The operations of the update that was found in the step last called, by name.
+
+    The crossings of `shard_map` and annotations compute nothing.
+    """
+    update = step._last.update
+    names = (op.name for op in update.region.update(update.program))
+    return collections.Counter(n for n in names if n not in (*CROSSINGS, "copy"))
 
 
 def without_nans(tree: Tree) -> Tree:
@@ -183,3 +212,100 @@ def check_collectives(case: Case, state: tuple[Tree, ...], found: Sequence[Colle
     assert sent["all-reduce"] <= case.all_reduced_bytes, sent
     assert sent["reduce-scatter"] >= grads, sent
     assert gathered >= weights
+
+
+# ------------------------------------------------------------------------------- what is the update
+
+# Written by hand from the steps' own lines: what is done to each array, or once.
+_MEAN = {"div": 1}  # what is left of `pmean`
+_MOMENTUM = {"mul": 1, "add": 1}  # decay * trace + gradient
+_MOVE = {"mul": 1, "add": 1}  # params + -rate * direction
+_ADAM = {
+    # Moments 0.9 * m + 0.1 * g and 0.999 * v + 0.001 * g**2; m / c1 / (sqrt(v / c2 + 0) + eps).
+    "mul": 4,
+    "add": 2 + 2,
+    "integer_pow": 2,
+    "div": 3,
+    "sqrt": 1,
+}
+_ADAM_ONCE = {"lt": 1, "add": 1, "select_n": 1, "pow": 2, "sub": 2}  # the counter, 1 - decay**count
+
+UPDATES = {
+    # Two weights and their biases, which are not decayed, in each of three layers; the loss.
+    ("handwritten_momentum", "unchecked"): [
+        (3, {"div": 1, "mul": 3, "add": 2, "sub": 1}),
+        (3, {"div": 1, "mul": 2, "add": 1, "sub": 1}),
+        (1, _MEAN),
+    ],
+    # The backward pass ends in two transposed matrices, and a bias's sum, which drops dims.
+    ("handwritten_adam", "auto"): [
+        (3, {"mul": 5 + 1, "add": 2 + 1, "sqrt": 1, "div": 1, "sub": 1}),
+        (1, {"add": 1, "convert_element_type": 1, "pow": 2, "sub": 2, "sqrt": 1, "mul": 1}),
+        (1, {"div": 1}),
+        (2, {"transpose": 1}),
+        (1, {"reshape": 1, "reduce_sum": 1}),
+        (1, _MEAN),
+    ],
+    # A cast back, the division by hand, Nesterov's momentum.
+    ("psum_divided_bf16", "unchecked"): [
+        (3, {"convert_element_type": 1, "div": 1}),
+        (3, _MOMENTUM),
+        (3, _MOMENTUM),
+        (3, _MOVE),
+        (1, _MEAN),
+    ],
+    ("pmean_fused", "unchecked"): [(3, _MEAN), (3, _ADAM), (1, _ADAM_ONCE), (3, _MOVE), (1, _MEAN)],
+    # Adam for the student, and the teacher's average of it.
+    ("ema_in_loss", "unchecked"): [
+        (3, _MEAN),
+        (3, _ADAM),
+        (1, _ADAM_ONCE),
+        (3, _MOVE),
+        (3, {"mul": 2, "add": 1}),
+        (1, _MEAN),
+    ],
+    # Two arrays of the head; the backbone is in no update.
+    ("frozen_outside", "unchecked"): [
+        (2, _MEAN),
+        (2, {"mul": 2, "add": 1, "sign": 1}),
+        (2, {"integer_pow": 1, "mul": 2, "add": 1}),
+        (1, {"lt": 1, "add": 1, "select_n": 1}),
+        (2, {"mul": 1, "add": 1}),
+        (2, _MOVE),
+        (1, _MEAN),
+    ],
+    # In the loop's body, which also counts.
+    ("fori_steps", "unchecked"): [
+        (3, _MEAN),
+        (3, _MOMENTUM),
+        (3, _MOVE),
+        (1, _MEAN),
+        (1, {"add": 1}),
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "mode"), UPDATES)
+def test_the_update_is_what_is_written_after_the_gradients(name: str, mode: str) -> None:
+    setting = Setting(name, mode)
+    step = wus.shard_step(setting.step, mesh=setting.mesh)
+    step.shard_shapes(*setting.state(), *setting.batch(0))
+    wanted = collections.Counter[str]()
+    for count, names in UPDATES[name, mode]:
+        for op, times in names.items():
+            wanted[op] += count * times
+    assert update_ops(step) == wanted
+
+
+# -------------------------------------------------------------------------------- negative controls
+
+
+def test_the_checks_find_what_is_not_sharded() -> None:
+    setting = Setting("pmean_fused", "unchecked")
+    jitted = jax.jit(setting.step)
+    state, _ = setting.run(jitted, 1)
+    with pytest.raises(AssertionError):
+        check_pieces(setting, state)
+    text = jitted.lower(*state, *setting.batch(0)).compile().as_text()
+    with pytest.raises(AssertionError, match="all-reduce"):
+        check_collectives(setting.case, state, collectives(text))
