@@ -96,8 +96,8 @@ class Collective:
 def collectives(hlo_text: str) -> list[Collective]:
     """All collectives of a program, in the order of the text.
 
-    An asynchronous pair counts once, by its `-start`. On TPU an all-reduce inside of a fusion that
-    keeps a slice of it only is a reduce-scatter, of an operand that was padded for it.
+    An asynchronous one counts once, by its `-start` or its channel. On TPU an all-reduce inside of a
+    fusion that keeps a slice of it only is a reduce-scatter, of an operand that was padded for it.
 
     Args:
       hlo_text: optimized HLO, as `jax.jit(f).lower(...).compile().as_text()` gives it.
@@ -118,14 +118,21 @@ def collectives(hlo_text: str) -> list[Collective]:
         i.attributes["calls"].removeprefix("%"): i
         for computation in computations.values()
         for i in computation.values()
-        if i.opcode == "fusion" and i.emitter
+        if i.opcode == "fusion"
     }
+    fused_channels = set[str]()
     found = []
     for name, computation in computations.items():
         for instruction in computation.values():
             kind = instruction.opcode.removesuffix("-start")
             if kind not in KINDS:
                 continue
+            if name in fusions and (channel := instruction.attributes.get("channel_id")):
+                # The start, the steps and the end of an asynchronous one are fusions on TPU, each
+                # with the collective in it.
+                if channel in fused_channels:
+                    continue
+                fused_channels.add(channel)
             one = _collective(instruction, kind, computation, name in looped, devices)
             if (fusion := fusions.get(name)) and "AllReduceScatter" in fusion.emitter:
                 one = dataclasses.replace(

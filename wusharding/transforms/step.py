@@ -35,6 +35,7 @@ from wusharding.transforms.interpret import Interpreter
 from wusharding.transforms.mapped import mapped
 from wusharding.transforms.programs import flatten_with_paths
 from wusharding.transforms.storage import Storage
+from wusharding.transforms.torus import lines_of
 from wusharding.transforms.trees import matched, nodes
 
 PyTree = Any
@@ -309,7 +310,9 @@ class ShardedStep:
         options = self._options
         mesh = self._mesh_for(leaves)
         axis_sizes = tuple((str(n), s) for n, s in mesh.shape.items())
-        replicas = Replicas(axis_sizes, options.reduce_axes, options.shard_axes)
+        shard_axes = options.shard_axes
+        lines = lines_of(None, mesh, shard_axes, mesh.shape)
+        replicas = Replicas(axis_sizes, options.reduce_axes, shard_axes, lines)
         context = Context(False, False, replicas, mesh, tuple(mesh.axis_names))
         structs = [_struct(x, mesh) for x in leaves]
         with _under(mesh):
