@@ -96,8 +96,8 @@ class Collective:
 def collectives(hlo_text: str) -> list[Collective]:
     """All collectives of a program, in the order of the text.
 
-    An asynchronous one counts once, by its `-start` or its channel. On TPU an all-reduce inside of a
-    fusion that keeps a slice of it only is a reduce-scatter, of an operand that was padded for it.
+    An asynchronous one counts once, by its `-start` or its channel. On TPU an all-reduce inside of
+    a fusion that keeps a slice of it only is a reduce-scatter, of an operand that was padded.
 
     Args:
       hlo_text: optimized HLO, as `jax.jit(f).lower(...).compile().as_text()` gives it.
