@@ -93,6 +93,11 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = 
         ValueError,
         ("shard_axis=('model',)", "axis=('data',)"),
     ),
+    "examples over other axes": (
+        {"shard_axis": ("data", "model"), "per_example": True},
+        ValueError,
+        ("shard_axis=('data', 'model')", "per_example=True", "axis=('data',)"),
+    ),
     "negative bucket": ({"bucket_bytes": -1}, ValueError, ("bucket_bytes=-1", "at least 1")),
     "no bucket": ({"bucket_bytes": 0}, ValueError, ("bucket_bytes=0", "at least 1")),
     "bucket of a fraction": (

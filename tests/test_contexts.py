@@ -1026,6 +1026,7 @@ def placed_on(mesh: Any, params: Tree) -> Tree:
         ({"data": 4}, {"min_shard_elems": 65}),
         ({"a": 2, "b": 2}, {"shard_axis": "b"}),
         ({"a": 2, "b": 2}, {"shard_axis": ("b", "a")}),
+        ({"data": 4}, {"shard_axis": ("data", "model")}),
     ],
     ids=lambda value: "-".join(map(str, value.values())),
 )

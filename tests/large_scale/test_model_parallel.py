@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from large_scale.hlo import Collective, collectives
 from tests.large_scale import megatron
 from tests.large_scale.training import along, on_one_device, placed
 from tests.runs import (
+    assert_same_bits,
     bytes_on_devices,
     groups_of,
     layout_of_arrays,
@@ -349,6 +351,55 @@ def test_each_device_holds_its_share_of_the_state(shape):
     wanted = sum(jax.tree.leaves(jax.tree.map(share, weights(), train.specs)))
     count = 4  # of the steps
     assert set(bytes_on_devices(train.state.inner).values()) == {wanted + count}
+
+
+# ------------------------------------------------ replicated weights updated over all the devices
+
+BOTH = {"shard_axis": ("data", "model")}
+
+
+@pytest.mark.parametrize("context", ["checked", "unchecked", "open", "explicit", "auto"])
+def test_weights_that_model_does_not_split_are_updated_over_it_too(context):
+    train = training(context, "4x2", OPTIMIZERS["lamb"](), **BOTH)
+    before = layout_of_arrays(train.params)
+    held = bytes_on_devices(train.state.inner)
+    found = train.collectives()
+    train.run()
+    assert relative_error(train.params, reference("lamb")[0]) <= 2e-5
+    assert relative_error(train.tx.unshard(train.state), reference("lamb")[1]) <= 2e-5
+    assert layout_of_arrays(train.params) == before
+    fair = 2 * sum(w.nbytes for w in jax.tree.leaves(weights())) / 8
+    assert max(held.values()) <= 1.02 * fair
+    # Nothing is gathered at once along both, and no gradient is reduced along `model` for it.
+    gathers = [c for c in found if c.kind == "all-gather"]
+    model, data = along(train.mesh, "model"), along(train.mesh, "data")
+    assert {frozenset(groups_of(c)) for c in gathers} == {frozenset(data), frozenset(model)}
+
+
+def test_without_it_they_are_held_on_each_model_device():
+    """Negative control."""
+    held = bytes_on_devices(training("auto", "4x2", OPTIMIZERS["lamb"]()).state.inner)
+    fair = 2 * sum(w.nbytes for w in jax.tree.leaves(weights())) / 8
+    assert max(held.values()) >= 1.1 * fair
+
+
+@pytest.mark.parametrize("context", ["checked", "auto"])
+def test_their_state_goes_to_plain_optax_and_back(context):
+    train = training(context, "2x2x2", optax.adafactor(0.01, min_dim_size_to_factor=4), **BOTH)
+    plain = train.tx.unshard(train.state)
+    assert_same_bits(train.tx.unshard(train.tx.shard(plain, train.params)), plain)
+    own = training(context, "2x2x2", optax.adafactor(0.01, min_dim_size_to_factor=4))
+    assert layout_of_arrays(plain) == layout_of_arrays(own.tx.unshard(own.state))
+
+
+@pytest.mark.parametrize("shape", MESHES)
+def test_the_plan_counts_their_gathers(shape):
+    train = update_alone("unchecked", shape, optax.adamw(0.01), **BOTH)
+    lowered = train.step.lower(train.params, train.state, ones(train, "unchecked"))
+    found = Counter((c.kind, c.operand_bytes) for c in collectives(lowered.compile().as_text()))
+    planned = train.tx.plan(train.params).traffic
+    assert sum(t.count for t in planned) == found.total()
+    assert sum(t.operand_bytes for t in planned) == sum(n * k for (_, n), k in found.items())
 
 
 # ----------------------------------------------------- explicit types around a manual computation

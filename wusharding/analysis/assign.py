@@ -7,6 +7,7 @@ format made operations gather moves on to its next candidate. State follows by p
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from wusharding.analysis.schedule import OwnedStage, Problem, Schedule, steps_of
 from wusharding.jaxprs import Aval, Program, is_extended
 
 MIN_ORPHAN_ELEMS = 1024  # of state that nothing splits: smaller ones are not worth a gather
+_UNTILED_COST = 10.0  # passes that holding and updating a weight along all other axes costs
 _GATHER_PENALTY = 50.0  # passes over the leaf that gathering it and working on the whole costs
 
 
@@ -170,6 +172,7 @@ def assign(
     target: Target,
     choice: FormatChoice,
     min_shard_elems: int,
+    other_axes: tuple[str, ...] = (),
 ) -> Assignment:
     """Chooses placements.
 
@@ -181,12 +184,17 @@ def assign(
       target: what the program will run on.
       choice: which formats to consider.
       min_shard_elems: weights and state arrays with fewer elements stay replicated.
+      other_axes: mesh axes to tile weights over as well, where they do not split them already.
     """
     options: list[list[tuple[float, Placement]]] = []
     for aval, t in zip(params, tiles, strict=True):
         splits = aval.size >= max(min_shard_elems, 2) and replicas.num_shards > 1
-        found = candidates(aval.shape, t, replicas, target, choice) if splits else []
-        options.append(found or [(0.0, Placement(t))])
+        found: list[tuple[float, Placement]] = []
+        for more in (*_more_tiles(aval.shape, t, other_axes, replicas), t) if splits else ():
+            cost = _UNTILED_COST if other_axes and more == t else 0.0
+            ranked = candidates(aval.shape, more, replicas, target, choice)
+            found += [(cost + c, p) for c, p in ranked]
+        options.append(sorted(found, key=lambda option: option[0]) or [(0.0, Placement(t))])
     trial = [0] * len(params)
     tried = [0] * len(params)
     best: list[tuple[float, int]] = [(float("inf"), 0)] * len(params)
@@ -208,6 +216,21 @@ def assign(
             break
     final = [o[k][1] for o, (_, k) in zip(options, best, strict=True)]
     return result if final == chosen else _evaluate(update, propagation, final, min_shard_elems)
+
+
+def _more_tiles(
+    shape: tuple[int, ...], tiles: Tiles, axes: tuple[str, ...], replicas: Replicas
+) -> list[Tiles]:
+    """Tiles over those of `axes` that a weight is the same along, one dim that they divide each."""
+    used = {a for t in tiles for a in t}
+    free = tuple(a for a in axes if a not in used)
+    if not free:
+        return []
+    size = replicas.size(free)
+    if math.prod(shape) < size * replicas.num_shards:
+        return []
+    fits = [d for d, n in enumerate(shape) if not tiles[d] and n and n % size == 0]
+    return [(*tiles[:d], free, *tiles[d + 1 :]) for d in fits]
 
 
 def _evaluate(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from wusharding.analysis.placement import Placement, Replicas
+from wusharding.analysis.placement import Placement, Replicas, Tiles
 from wusharding.formats import Format
 from wusharding.jaxprs import Aval
 
@@ -25,7 +25,8 @@ class Leaf:
 
     `lanes` stores flattened shards as rows x lanes. `why` says why it is not split, if it is not.
     `copies` are mesh axes along which equal copies are stacked in dim 0, as `pmap` wants them:
-    `shape` is that of one copy, with a leading dim of 1.
+    `shape` is that of one copy, with a leading dim of 1. `tiles` are the mesh axes that split it
+    where its owner has it, if the update splits it over more; None where it does not.
     """
 
     path: str
@@ -35,6 +36,12 @@ class Leaf:
     lanes: int | None = None
     why: str = ""
     copies: tuple[str, ...] = ()
+    tiles: Tiles | None = None
+
+    @property
+    def whole(self) -> Placement:
+        """Where its elements are as its owner has it."""
+        return Placement(self.placement.tiles if self.tiles is None else self.tiles)
 
     @property
     def aval(self) -> Aval:
@@ -65,7 +72,7 @@ class Leaf:
         tiles = self.placement.tiles
         span = self.placement.span
         if span is None:
-            return self.logical_spec()
+            return self._copied(tiles)
         # Shards are major: a `shard_map` over the replica axes alone then sees its own pieces.
         inside = tuple(a for axes in tiles[span.lo : span.hi] for a in axes)
         axes = [*tiles[: span.lo], replicas.shard_axes + inside, *tiles[span.hi :]]
@@ -81,8 +88,10 @@ class Leaf:
 
     def logical_spec(self) -> PartitionSpec:
         """How the whole array lies on the mesh, as far as model parallelism splits it."""
-        tiles = list(self.placement.tiles)
-        return _spec([self.copies + tiles[0], *tiles[1:]] if self.copies else tiles)
+        return self._copied(self.whole.tiles)
+
+    def _copied(self, tiles: Tiles) -> PartitionSpec:
+        return _spec([self.copies + tiles[0], *tiles[1:]] if self.copies else [*tiles])
 
     def held_bytes(self, replicas: Replicas) -> int:
         """Bytes that one device stores."""

@@ -182,7 +182,7 @@ def make_plan(
 
 def leaf_plan(leaf: Leaf, replicas: Replicas) -> LeafPlan:
     """How one array is stored, for people."""
-    tile = leaf.placement.tile_shape(leaf.shape, replicas)
+    tile = leaf.whole.tile_shape(leaf.shape, replicas)
     logical = math.prod(tile) * Aval((), leaf.dtype).nbytes
     return LeafPlan(
         leaf.path,
@@ -262,6 +262,24 @@ def _traffic(
     rows += traffic_of(schedule, replicas, buckets)
     if split:
         rows += _gathered(gathered, replicas, buckets)
+    return rows + _untiled(gathered, replicas, buckets)
+
+
+def _untiled(leaves: Sequence[Leaf], replicas: Replicas, buckets: BucketSizes) -> list[Traffic]:
+    """The gathers of weights whose update is split over more axes than they are."""
+    rows = []
+    tiled = [leaf for leaf in leaves if leaf.tiles is not None]
+    lost = [tuple(a for a in x.placement.tile_axes if a not in x.whole.tile_axes) for x in tiled]
+    for axes in dict.fromkeys(lost):
+        mine = [leaf for leaf, other in zip(tiled, lost, strict=True) if other == axes]
+        sizes = [
+            math.prod(leaf.placement.tile_shape(leaf.shape, replicas)) * Aval((), leaf.dtype).nbytes
+            for leaf in mine
+        ]
+        alone = [n * replicas.size(axes) >= buckets.alone_bytes for n in sizes]
+        together = {leaf.dtype for leaf, a in zip(mine, alone, strict=True) if not a}
+        purpose = f"updates or new weights, along {', '.join(axes)}"
+        rows.append(Traffic("all-gather", purpose, sum(alone) + len(together), sum(sizes)))
     return rows
 
 

@@ -56,6 +56,21 @@ def axis_tuple(name: str, axis: Any) -> tuple[str, ...]:
     return axes
 
 
+def divide_axes(
+    shard_axes: tuple[str, ...], reduce_axes: tuple[str, ...], *, per_example: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """`shard_axis` as axes among `axis`, and others: for weights that are the same along those."""
+    own = tuple(a for a in shard_axes if a in reduce_axes)
+    others = tuple(a for a in shard_axes if a not in reduce_axes)
+    if not own:
+        check_subset(shard_axes, reduce_axes)
+    if others and per_example:
+        raise ValueError(
+            f"shard_axis={shard_axes}: with per_example=True it must be among axis={reduce_axes}."
+        )
+    return own, others
+
+
 def check_subset(shard_axes: tuple[str, ...], reduce_axes: tuple[str, ...]) -> tuple[str, ...]:
     """`shard_axis` names a part of `axis`."""
     if not set(shard_axes) <= set(reduce_axes):
@@ -370,7 +385,7 @@ def check_stored(name: str, leaf: Leaf, x: Any, layout: Layout, context: Context
 
 
 def _tile_shape(leaf: Leaf, layout: Layout, context: Context) -> tuple[int, ...]:
-    local = Placement(leaf.placement.along(context.local_axes))
+    local = Placement(leaf.whole.along(context.local_axes))
     return local.tile_shape(leaf.shape, layout.replicas)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from wusharding.analysis.lines import Phase
-from wusharding.analysis.placement import Placement, Replicas, span_format
+from wusharding.analysis.placement import Placement, Replicas, Tiles, span_format
 from wusharding.analysis.rules.base import Reduction
 from wusharding.formats import LANES, Format
 from wusharding.formats.buckets import Bucket, BucketSizes, tile_padding
@@ -100,6 +100,38 @@ class Collectives:
             return x.reshape(1, -1)
 
         return self._bucketed(shards, formats, alone, packed, lambda b: self._gather(b, 0), True)
+
+    def untiled(
+        self, xs: Sequence[jax.Array], moves: Sequence[tuple[Tiles, Tiles]]
+    ) -> list[jax.Array]:
+        """Gathers tiles along the axes that `before` has and `after` lacks, small ones together.
+
+        Args:
+          xs: this device's tiles.
+          moves: for each the tiles `before` and `after`; where they differ, `after` is whole.
+        """
+        out = list(xs)
+        small: dict[Any, list[tuple[int, int]]] = {}
+        for i, (before, after) in enumerate(moves):
+            for d, (axes, kept) in enumerate(zip(before, after, strict=True)):
+                if axes == kept:
+                    continue
+                if xs[i].nbytes * self.replicas.size(axes) >= self.buckets.alone_bytes:
+                    out[i] = lax.all_gather(out[i], axes, axis=d, tiled=True, to="invarying")
+                    continue
+                key = (axes, xs[i].dtype, varying_axes(xs[i]))
+                small.setdefault(key, []).append((i, d))
+        for (axes, _, _), members in small.items():
+            size, start = self.replicas.size(axes), 0
+            tiles = [jnp.moveaxis(out[i], d, 0) for i, d in members]
+            rows = lax.all_gather(
+                _concatenate([x.reshape(-1) for x in tiles]), axes, to="invarying"
+            )
+            for (i, d), x in zip(members, tiles, strict=True):
+                part = rows[:, start : start + x.size]
+                whole = part.reshape(size * x.shape[0], *x.shape[1:])
+                out[i], start = jnp.moveaxis(whole, 0, d), start + x.size
+        return out
 
     def all_reduce(
         self, xs: Sequence[jax.Array], reduction: Reduction, axes: tuple[str, ...]

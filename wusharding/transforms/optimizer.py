@@ -91,7 +91,9 @@ def shard_updates(
       axis: the mesh axis (or axes) over which replicas hold the same weights. With several,
         reduce-scatter runs axis by axis in this order, and gather in reverse.
       shard_axis: the part of `axis` to shard over; the shards are all-reduced over the rest. None
-        shards over all of it.
+        shards over all of it. Axes that are not in `axis`, as those of model parallelism, count for
+        weights that are the same along them: their update is split over them too, along a dim that
+        they divide.
       reduce: how gradients that still vary over `axis` inside `shard_map` or `pmap` combine; None
         declares that they are already reduced. `unreduced` gradients of explicit meshes are always
         summed, and with `check_vma=True` the type tells whether a gradient is still to be reduced.
@@ -135,9 +137,11 @@ def shard_updates(
     optimizer = checks.as_transformation(optimizer)
     reduce_axes = checks.axis_tuple("axis", axis)
     shard_axes = reduce_axes if shard_axis is None else checks.axis_tuple("shard_axis", shard_axis)
+    own, others = checks.divide_axes(shard_axes, reduce_axes, per_example=per_example)
     options = Options(
         reduce_axes=reduce_axes,
-        shard_axes=checks.check_subset(shard_axes, reduce_axes),
+        shard_axes=own,
+        other_axes=others,
         reduce=checks.check_choice("reduce", reduce, ("mean", "sum", None)),
         formats=checks.check_choice("formats", formats, checks.FORMAT_CHOICES),
         min_shard_elems=checks.check_count("min_shard_elems", min_shard_elems, 0),
@@ -149,7 +153,7 @@ def shard_updates(
         lines=lines,
         extra_args=extra_args,
     )
-    checks.check_mesh(mesh, reduce_axes)
+    checks.check_mesh(mesh, (*reduce_axes, *others))
     return ShardedOptimizer._create(_Core(optimizer, options, mesh, param_specs))
 
 

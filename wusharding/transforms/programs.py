@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ class Options:
 
     reduce_axes: tuple[str, ...]
     shard_axes: tuple[str, ...]
+    other_axes: tuple[str, ...]
     reduce: str | None
     formats: FormatChoice
     min_shard_elems: int
@@ -156,7 +158,8 @@ class Programs:
                 "of "
                 f"them: {jax.tree.structure(final)}"
             )
-        found = assign(
+        assigned = functools.partial(
+            assign,
             update,
             avals,
             params.tiles,
@@ -165,7 +168,12 @@ class Programs:
             choice=options.formats,
             min_shard_elems=options.min_shard_elems,
         )
+        found = assigned()
         layout = layout_of(found.params, final, found.state)
+        if options.other_axes:
+            checked = tuple(a for a in options.other_axes if replicas.size((a,)) > 1)
+            wide = assigned(other_axes=checked)
+            layout = _widened(layout, layout_of(wide.params, final, wide.state))
         self._updates[layout] = update
         return layout
 
@@ -365,6 +373,22 @@ class Programs:
                     f"dtype than the parameters'. Cast the gradients, or give the optimizer an "
                     f"accumulator dtype, or use master_dtype=jnp.float32."
                 )
+
+
+def _widened(plain: Layout, wide: Layout) -> Layout:
+    """The layout `wide`, whose leaves know how model parallelism alone splits them."""
+
+    def leaves(before: Sequence[Leaf], after: Sequence[Leaf]) -> tuple[Leaf, ...]:
+        return tuple(
+            b
+            if a.placement.tiles == b.placement.tiles
+            else dataclasses.replace(b, tiles=a.placement.tiles)
+            for a, b in zip(before, after, strict=True)
+        )
+
+    return dataclasses.replace(
+        wide, params=leaves(plain.params, wide.params), state=leaves(plain.state, wide.state)
+    )
 
 
 def _in_final_form(state: Any, layout: Layout) -> Any:

@@ -132,7 +132,8 @@ class Runner:
                 scatter.append(i)
         rest = tuple(a for a in options.reduce_axes if a not in options.shard_axes)
         formats = [f for i in scatter if (f := layout.grads[i].format(layout.replicas)) is not None]
-        shards = self.collectives.reduce_scatter([grads[i] for i in scatter], formats)
+        tiles = [self.storage.tile(layout.grads[i], grads[i]) for i in scatter]
+        shards = self.collectives.reduce_scatter(tiles, formats)
         if rest:
             shards = self.collectives.all_reduce(shards, "sum", rest)
         whole = self.collectives.all_reduce([grads[i] for i in reduce], "sum", options.reduce_axes)

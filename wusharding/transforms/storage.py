@@ -32,7 +32,11 @@ class Storage:
 
     def take(self, leaf: Leaf, x: jax.Array) -> jax.Array:
         """This device's piece of a whole array (or of its tile), in computing shape."""
-        return self.collectives.take_shard(x, leaf.placement.without_span(), leaf.placement)
+        return self.collectives.take_shard(x, leaf.whole, leaf.placement)
+
+    def tile(self, leaf: Leaf, x: jax.Array) -> jax.Array:
+        """What the tiles leave this device of an array as its owner has it."""
+        return self.collectives.take_shard(x, leaf.whole, leaf.placement.without_span())
 
     def gathered(self, leaves: Sequence[Leaf], shards: Sequence[jax.Array]) -> list[jax.Array]:
         """Whole arrays from pieces in computing shape."""
@@ -43,6 +47,12 @@ class Storage:
         done = self.collectives.all_gather([shards[i] for i in formats], list(formats.values()))
         out = list(shards)
         for i, x in zip(formats, done, strict=True):
+            out[i] = x
+        tiled = [i for i, leaf in enumerate(leaves) if leaf.tiles is not None]
+        moves = [(leaves[i].placement.tiles, leaves[i].whole.tiles) for i in tiled]
+        for i, x in zip(
+            tiled, self.collectives.untiled([out[i] for i in tiled], moves), strict=True
+        ):
             out[i] = x
         return out
 
