@@ -1,7 +1,10 @@
 """Every example, a few steps of it: equal to the loop before the change, with less state."""
 
 import ast
+import contextlib
+import functools
 import importlib
+import io
 import re
 from pathlib import Path
 from typing import Any
@@ -37,28 +40,31 @@ TABLE = {
 }
 
 
-def run(name: str, monkeypatch: Any, *arguments: str) -> tuple[common.Report, list[str]]:
-    """What an example returns, and what it compiled before its report compiled the step again."""
+@functools.cache
+def run(name: str, *arguments: str) -> tuple[common.Report, list[str], str]:
+    """What an example returns, compiled before its report compiled the step again, and printed."""
     example = importlib.import_module(f"examples.{name}")
-    report, seen = common.report, []
+    report, seen, printed = common.report, [], io.StringIO()
 
     def watched(*args: Any) -> common.Report:
         seen.extend(compiled)
         return report(*args)
 
-    monkeypatch.setattr(common, "report", watched)
-    with compiled_functions() as compiled:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(printed),
+        compiled_functions() as compiled,
+    ):
+        patch.setattr(common, "report", watched)
         done = example.main(["--steps", str(STEPS), *arguments])
-    monkeypatch.undo()
-    return done, seen
+    return done, seen, printed.getvalue()
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_equals_the_loop_before(name, monkeypatch, capsys):
+def test_an_example_equals_the_loop_before(name):
     functions, scatters = EXAMPLES[name]
-    sharded, compiled = run(name, monkeypatch)
-    printed = capsys.readouterr().out
-    plain, _ = run(name, monkeypatch, "--replicated")
+    sharded, compiled, printed = run(name)
+    plain, _, _ = run(name, "--replicated")
     np.testing.assert_allclose(sharded.losses, plain.losses, rtol=1e-4)
     assert len(sharded.losses) == STEPS
     assert relative_error(sharded.params, plain.params) <= 1e-4
@@ -81,9 +87,9 @@ def test_an_example_equals_the_loop_before(name, monkeypatch, capsys):
     assert sum(c.operand_bytes for c in of_kind(plain.collectives, "all-reduce")) >= grad_bytes
 
 
-def test_a_whole_step_scatters_what_xla_reduces(monkeypatch):
-    done, compiled = run("linen_train_state", monkeypatch, "--whole-step")
-    plain, _ = run("linen_train_state", monkeypatch, "--replicated")
+def test_a_whole_step_scatters_what_xla_reduces():
+    done, compiled, _ = run("linen_train_state", "--whole-step")
+    plain, _, _ = run("linen_train_state", "--replicated")
     np.testing.assert_allclose(done.losses, plain.losses, rtol=1e-4)
     assert relative_error(done.params, plain.params) <= 1e-4
     assert (done.state_bytes, plain.state_bytes) == TABLE["linen_train_state"][1:]
@@ -95,10 +101,10 @@ def test_a_whole_step_scatters_what_xla_reduces(monkeypatch):
     assert scattered + reduced >= grad_bytes > 100 * reduced
 
 
-def test_low_precision_weights_are_the_cast_masters(monkeypatch):
-    done, _ = run("explicit_mesh", monkeypatch, "--bfloat16")
+def test_low_precision_weights_train_as_full_ones_do():
+    done, _, _ = run("explicit_mesh", "--bfloat16")
     assert {x.dtype for x in jax.tree.leaves(done.params)} == {jnp.dtype(jnp.bfloat16)}
-    full, _ = run("explicit_mesh", monkeypatch)
+    full, _, _ = run("explicit_mesh")
     np.testing.assert_allclose(done.losses, full.losses, rtol=0.05)
 
 
