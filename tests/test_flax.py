@@ -140,6 +140,7 @@ def test_train_state_in_jit(name, auto, cls):
     assert_trains_alike(state, losses, name)
     # Flax's own counter is a Python number first, and then an array: one more compile.
     assert len(compiled) == (1 if cls is wus_flax.TrainState else 2)
+    assert {spec_of(x) for x in jax.tree.leaves(state.params)} == {()}  # where they were
 
 
 @pytest.mark.parametrize(
@@ -347,6 +348,18 @@ def test_low_precision_weights_with_sharded_masters(cls):
         assert (weight.dtype, full.dtype) == (jnp.bfloat16, jnp.float32)
         np.testing.assert_array_equal(weight, full.astype(jnp.bfloat16))
     assert any(np.any(x != x.astype(jnp.bfloat16)) for x in jax.tree.leaves(master))
+
+
+@pytest.mark.parametrize("cls", STATES, ids=["flax", "ours"])
+def test_ours_gathers_weights_and_flax_gathers_updates(cls):
+    """What travels in bfloat16 is one or the other, and has lost the bits beyond it."""
+    mesh = mesh_of({"data": 8}, auto=True)
+    tx = wus.shard_updates(optax.adamw(0.01), mesh=mesh, gather_dtype=jnp.bfloat16)
+    state = cls.create(apply_fn=NETWORK.apply, params=on(mesh, PARAMS), tx=tx)
+    new = state.apply_gradients(grads=on(mesh, jax.tree.map(lambda x: x / 2, PARAMS))).params
+    kernel = np.asarray(new["Dense_1"]["kernel"])
+    lost = np.asarray(kernel.astype(jnp.bfloat16), np.float32)
+    assert np.array_equal(kernel, lost) == (cls is wus_flax.TrainState)
 
 
 def test_other_optimizers_do_what_they_do_in_flax():
