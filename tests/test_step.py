@@ -112,6 +112,25 @@ def test_gradients_are_scattered_and_nothing_else_is_large(kind: str, mesh: Mesh
         assert real.operand_bytes == planned.operand_bytes
 
 
+@pytest.mark.parametrize("formats", ["auto", "dim", "flat"])
+def test_large_gradients_are_scattered_whatever_the_split(formats: Any, mesh: Mesh) -> None:
+    """The gradient of `x @ w` is a transposed product: a split of `w` need not be one of that."""
+
+    def step(w: jax.Array, state: Any, x: jax.Array) -> Any:
+        grads = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        updates, state = TX.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+
+    rng = np.random.default_rng(0)
+    w = jax.device_put(rng.normal(size=(85, 33)).astype(np.float32), NamedSharding(mesh, P()))
+    x = rng.normal(size=(32, 85)).astype(np.float32)
+    args = (w, TX.init(w), jax.device_put(x, NamedSharding(mesh, P("data"))))
+    sharded = wus.shard_step(step, mesh=mesh, formats=formats)
+    found = collectives(sharded.lower(*args).compile().as_text())
+    assert sorted(c.kind for c in found) == ["all-gather", "reduce-scatter"]
+    assert_close(sharded(*args)[0], jax.jit(step)(*args)[0])
+
+
 def test_the_second_call_compiles_nothing_and_moves_nothing(mesh: Mesh) -> None:
     step = wus.shard_step(global_step, mesh=mesh)
     args = arguments(mesh)

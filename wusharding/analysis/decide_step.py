@@ -110,6 +110,9 @@ class _StepDecider(Decider):
                 for v in op.ins:
                     self._defer(v)
                 self.deferred.update(op.outs)
+            elif self._reshapes_a_sum(op):
+                # What is a split of the result may be none of the operand: scatter the result.
+                self._defer(op.outs[0])
         schedule = super().run(inputs)
         self.final = [self.values[v] for v, _ in schedule.outputs]
         return schedule
@@ -132,6 +135,19 @@ class _StepDecider(Decider):
                 self._defer(u)
         elif only_rearranges(op, self.program):
             self._defer(op.ins[0])
+
+    def _reshapes_a_sum(self, op: Op) -> bool:
+        """Puts a sum that nothing else reads into other dims, as a transposition does."""
+        if not only_rearranges(op, self.program) or RULES[op.name].family != "shapes":
+            return False
+        v = op.ins[0]
+        while self.readers[v] == 1 and (maker := self.made_by.get(v)) is not None:
+            if sums_replicas(maker, self.facts, self.replicas):
+                return True
+            if not only_rearranges(maker, self.program):
+                return False
+            v = maker.ins[0]
+        return False
 
     def _is_open_sum(self, v: int) -> bool:
         """Whether a value is a sum over replicas, but for linear operations."""
