@@ -344,19 +344,25 @@ def _padded(leaves: Sequence[Leaf], replicas: Replicas) -> int:
 _MAX_ROWS = 60
 
 
-def leaf_lines(leaves: Sequence[LeafPlan]) -> list[str]:
-    """A line for each array, as far as a reader may want."""
+def leaf_lines(leaves: Sequence[LeafPlan], *, before: bool = False) -> list[str]:
+    """A line for each array, as far as a reader may want.
+
+    Args:
+      leaves: the arrays.
+      before: also say how many bytes each device held before.
+    """
     rows = [
         (
             leaf.path or "(root)",
             f"{leaf.dtype}{list(leaf.shape)}",
             leaf.format,
-            bytes_text(leaf.held_bytes),
+            *([f"{bytes_text(leaf.logical_bytes)} before,"] if before else []),
+            bytes_text(leaf.held_bytes) + (" now" if before else ""),
             leaf.why,
         )
         for leaf in leaves[:_MAX_ROWS]
     ]
-    widths = [max((len(r[i]) for r in rows), default=0) for i in range(4)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     lines = [
         "  " + "  ".join(cell.ljust(w) for cell, w in zip(r, [*widths, 0], strict=True)).rstrip()
         for r in rows

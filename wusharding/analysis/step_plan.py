@@ -115,8 +115,10 @@ class StepPlan:
             f"{bytes_text(self.held_bytes)} now",
             f"  weights    {bytes_text(before)} on each device before, {bytes_text(after)} now",
         ]
-        lines += ["", "Weights, and how their update is split"] + leaf_lines(self.weight_rows())
-        lines += ["", "State"] + leaf_lines(self.state)
+        lines += ["", "Weights, and how their update is split"] + leaf_lines(
+            self.weight_rows(), before=True
+        )
+        lines += ["", "State"] + leaf_lines(self.state, before=True)
         lines += ["", "Sums over replicas in the step as written (bytes that one device puts in)"]
         lines += _traffic_lines(self.before)
         lines += ["", "Collectives of the sharded step"]
