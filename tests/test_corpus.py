@@ -22,7 +22,6 @@ from wusharding.jaxprs import CROSSINGS
 
 Tree = Any
 STEPS = 5
-TOLERANCE = 1e-5
 
 FILES = sorted(
     p.stem for p in (Path(__file__).parent / "corpus").glob("*.py") if p.stem not in ("case",)
@@ -154,7 +153,10 @@ def test_a_step_and_its_sharded_form_agree(name: str, mode: str) -> None:
         plain = tuple(step.unshard(part) for part in state)
         text = step.lower(*state, *setting.batch(STEPS)).compile().as_text()
     assert FORWARD_ONLY.isdisjoint(update_ops(step)) or name in MATRIX_UPDATES
-    assert relative_error(without_nans((plain, metrics)), without_nans(wanted)) < TOLERANCE
+    assert (
+        relative_error(without_nans((plain, metrics)), without_nans(wanted))
+        < setting.case.tolerance
+    )
     check_pieces(setting, state)
     sizes = setting.mesh.shape
     found = [c for c in collectives(text) if "data" in c.crossed_axes(sizes)]

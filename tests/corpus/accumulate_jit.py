@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.corpus.case import Case, mean_squares, mlp_params, regression
 
-MODES = ("auto",)
+MODES = ("auto", "explicit")
 
 tx = optax.adam(1e-2)
 

@@ -33,6 +33,7 @@ class Case:
         scattered: picks from the state what gradients are made of; None takes `weights`.
         batch_specs: of `batch`; None splits leading dims over `data`.
         metrics_specs: of the results after the state, for `shard_map`.
+        tolerance: of results, relative to the largest element of an array.
         all_reduced_bytes: what the step may all-reduce: losses, norms, batch statistics.
         state_specs: of `state`; None replicates it.
     """
@@ -45,6 +46,7 @@ class Case:
     scattered: Callable[..., Tree] | None = None
     batch_specs: tuple[Any, ...] | None = None
     metrics_specs: tuple[Any, ...] = (P(),)
+    tolerance: float = 1e-5
     all_reduced_bytes: int = 4
     state_specs: tuple[Any, ...] | None = None
 

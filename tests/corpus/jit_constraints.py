@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.corpus.case import Case, mlp_params, regression
 
-MODES = ("auto",)
+MODES = ("auto", "explicit")
 
 tx = optax.chain(optax.clip(0.1), optax.adam(1e-2))
 

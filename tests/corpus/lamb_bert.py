@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from tests.corpus.case import Case, integers, normal
 
-MODES = ("unchecked", "pmap")
+MODES = ("unchecked", "checked", "pmap")
 
 VOCAB, WIDTH, LENGTH, HEADS = 37, 12, 7, 3
 

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from tests.corpus.case import Case, normal, regression
 
-MODES = ("unchecked",)
+MODES = ("unchecked", "checked", "pmap")
 
 tx = optax.contrib.muon(1e-2)
 

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from tests.corpus.case import Case, regression
 
-MODES = ("auto",)
+MODES = ("auto", "explicit")
 
 
 class Net(nnx.Module):

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from tests.corpus.case import Case, mean_squares, mlp_params, regression
 
-MODES = ("unchecked", "checked")
+MODES = ("unchecked", "checked", "pmap")
 
 tx = optax.adam(1e-2)
 

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from tests.corpus.case import Case, mean_squares, mlp_params, regression
 
-MODES = ("unchecked", "checked")
+MODES = ("unchecked", "checked", "pmap")
 
 tx = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
 
