@@ -133,6 +133,28 @@ def test_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert errors == ""
 
 
+def test_the_page_of_the_documentation_shows_what_is_printed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "analyze.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (shown,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    (folder / "shown.py").write_text(code)
+    assert main(["analyze", "shown.py:example"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    for line in shown.splitlines():
+        assert any(p.startswith(line) for p in printed), line
+
+
+def test_every_finding_is_in_the_documentation() -> None:
+    codes = re.findall(
+        r'yield Finding\(\s+"([a-z-]+)"',
+        (ROOT / "wusharding" / "analysis" / "findings.py").read_text(),
+    )
+    listed = re.findall(r"^\| `([a-z-]+)` \|", (ROOT / "docs" / "analyze.md").read_text(), re.M)
+    assert sorted(codes) == sorted(listed)
+
+
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["analyze", "train.py:split", "--json", "--target", "h100"]) == 0
     plan = json.loads(capsys.readouterr().out)
