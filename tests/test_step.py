@@ -269,3 +269,62 @@ def test_a_tile_of_random_bits_is_that_of_the_whole(
         lambda: tile.bind(key), mesh=mesh8_auto, in_specs=(), out_specs=spec, check_vma=False
     )
     np.testing.assert_array_equal(jax.jit(tiles)(), jax.random.bits(key, shape, dtype))
+
+
+def stacked_loss(params: Any, x: jax.Array) -> jax.Array:
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(x @ w.astype(jnp.bfloat16)).astype(x.dtype), None
+
+    out, _ = lax.scan(layer, x.astype(jnp.bfloat16), params["layers"])
+    return jnp.mean(out.astype(jnp.float32) ** 2)
+
+
+def stacked_step(params: Any, state: Any, x: jax.Array) -> Any:
+    loss, grads = jax.value_and_grad(stacked_loss)(params, x)
+    updates, state = TX.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+
+def test_layers_are_gathered_and_scattered_one_at_a_time(mesh8_auto: Mesh) -> None:
+    rng = np.random.default_rng(0)
+    params = {"layers": jnp.asarray(rng.normal(size=(3, 16, 16)), jnp.float32)}
+    params = jax.device_put(params, NamedSharding(mesh8_auto, P()))
+    x = jnp.asarray(rng.normal(size=(32, 16)), jnp.float32)
+    args = (params, TX.init(params), jax.device_put(x, NamedSharding(mesh8_auto, P("data"))))
+    step = wus.shard_step(stacked_step, mesh=mesh8_auto, weights="layers")
+    found = run(step, args)
+    assert found[0]["layers"].addressable_shards[0].data.size == 3 * 16 * 16 // 8
+    assert_close(step.unshard(found), run(jax.jit(stacked_step), args), 2e-3)  # bf16 products
+    large = [c for c in collectives(step.lower(*args).compile().as_text()) if c.operand_bytes > 8]
+    assert all(c.in_loop for c in large)
+    assert {c.kind for c in large} == {"all-gather", "reduce-scatter"}
+    assert max(c.result_bytes for c in large) <= 16 * 16 * 4  # never more than a layer
+
+
+def test_gradients_travel_in_a_shorter_dtype(mesh8_auto: Mesh) -> None:
+    args = arguments(mesh8_auto)
+    wanted = run(jax.jit(global_step), args, turns=1)
+    step = wus.shard_step(global_step, mesh=mesh8_auto, scatter_dtype=jnp.bfloat16)
+    _, state, _ = run(step, args, turns=1)
+    mu, nu = (jax.tree.map(np.asarray, step.unshard(t[0].mu)) for t in (state, wanted[1]))
+    error = max(np.max(np.abs(a - b)) for a, b in zip(*map(jax.tree.leaves, (mu, nu)), strict=True))
+    assert 0 < error < 1e-2
+    row = next(t for t in step.plan.traffic if t.kind == "reduce-scatter")
+    plain = wus.shard_step(global_step, mesh=mesh8_auto).plan_for(*args).traffic
+    assert row.operand_bytes * 2 == next(
+        t.operand_bytes for t in plain if t.kind == "reduce-scatter"
+    )
+
+
+def test_what_cannot_be_sharded_is_refused_or_runs_as_written(mesh8_auto: Mesh) -> None:
+    params, state, x, y = arguments(mesh8_auto)
+    whole = jax.device_put((x, y), NamedSharding(mesh8_auto, P()))
+    with pytest.raises(wus.UnsupportedStepError, match="no argument is split over it"):
+        wus.shard_step(global_step, mesh=mesh8_auto)(params, state, *whole)
+    with pytest.raises(wus.UnsupportedStepError, match="no weights or state were found"):
+        wus.shard_step(loss_fn, mesh=mesh8_auto)(params, x, y)
+    step = wus.shard_step(global_step, mesh=mesh8_auto, on_unsupported="warn")
+    with pytest.warns(wus.UnsupportedStepWarning, match="no argument is split over it"):
+        found = step(params, state, *whole)
+    assert_close(found, jax.jit(global_step)(params, state, *whole))
+    assert_close(step(params, state, *whole), found)

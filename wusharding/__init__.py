@@ -17,6 +17,8 @@ from wusharding.errors import ReplicationError as ReplicationError
 from wusharding.errors import ShardingError as ShardingError
 from wusharding.errors import StateMismatchError as StateMismatchError
 from wusharding.errors import UnsupportedOptimizerError as UnsupportedOptimizerError
+from wusharding.errors import UnsupportedStepError as UnsupportedStepError
+from wusharding.errors import UnsupportedStepWarning as UnsupportedStepWarning
 from wusharding.jaxprs import Op as Op
 from wusharding.jaxprs import Program as Program
 from wusharding.jaxprs import trace as trace

@@ -9,6 +9,10 @@ class UnsupportedOptimizerError(ShardingError):
     """The optimizer's own `init` or `update` could not be traced."""
 
 
+class UnsupportedStepError(ShardingError):
+    """Nothing in a train step can be sharded; the message says why."""
+
+
 class StateMismatchError(ShardingError, ValueError):
     """A state, or a tree of gradients or parameters, that belongs to another plan."""
 
@@ -39,3 +43,7 @@ class ReplicatedUpdateWarning(UserWarning):
 
 class ReducedGradientsWarning(UserWarning):
     """Gradients arrive already reduced where local ones were expected: no reduce-scatter."""
+
+
+class UnsupportedStepWarning(UserWarning):
+    """A train step runs as it is written, and the message says why."""

@@ -73,6 +73,9 @@ class Update:
 
     splits_orphans = True
 
+    def admits(self, param: int, placement: Placement) -> bool:
+        return True
+
     @property
     def has_params(self) -> bool:
         return bool(self.params)
@@ -138,6 +141,10 @@ class Updating(Protocol):
         """Whether state that no weight's split reaches is split nevertheless."""
         ...
 
+    def admits(self, param: int, placement: Placement) -> bool:
+        """Whether a weight may be split so."""
+        ...
+
     def shared(self, replicas: Replicas) -> Propagation:
         """What all propagations through the program have in common."""
         ...
@@ -187,13 +194,14 @@ def assign(
       other_axes: mesh axes to tile weights over as well, where they do not split them already.
     """
     options: list[list[tuple[float, Placement]]] = []
-    for aval, t in zip(params, tiles, strict=True):
+    for i, (aval, t) in enumerate(zip(params, tiles, strict=True)):
         splits = aval.size >= max(min_shard_elems, 2) and replicas.num_shards > 1
         found: list[tuple[float, Placement]] = []
         for more in (*_more_tiles(aval.shape, t, other_axes, replicas), t) if splits else ():
             cost = _UNTILED_COST if other_axes and more == t else 0.0
             ranked = candidates(aval.shape, more, replicas, target, choice)
             found += [(cost + c, p) for c, p in ranked]
+        found = [option for option in found if update.admits(i, option[1])]
         options.append(sorted(found, key=lambda option: option[0]) or [(0.0, Placement(t))])
     trial = [0] * len(params)
     tried = [0] * len(params)

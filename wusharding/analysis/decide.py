@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -423,6 +423,10 @@ class Decider:
             after = hint
         return self._move("reduce", v, after, value.partial, value.partial_axes)
 
+    def _travels_in(self, v: int) -> Any:
+        """The dtype in which a sum is scattered, if not its own."""
+        return None
+
     def _wanted(self, v: int) -> Placement | None:
         """How a sum is wanted."""
         return self.hints.get(v)
@@ -473,7 +477,18 @@ class Decider:
             dest = self._fresh(v, Value(after, depth=value.depth, leaf=value.leaf))
             self.moved[key] = dest
             self.steps.append(
-                Move(kind, v, dest, self.avals[v], value.placement, after, reduction, axes, planned)  # type: ignore[arg-type]
+                Move(
+                    kind,  # type: ignore[arg-type]
+                    v,
+                    dest,
+                    self.avals[v],
+                    value.placement,
+                    after,
+                    reduction,
+                    axes,
+                    planned,
+                    self._travels_in(v) if kind == "reduce" and after.span else None,
+                )
             )
         return self.moved[key]
 

@@ -7,8 +7,10 @@ the update asks for it, which is where it becomes a reduce-scatter.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -32,9 +34,34 @@ from wusharding.analysis.update import (
     only_rearranges,
     sums_replicas,
 )
-from wusharding.jaxprs import CROSSINGS, Identity, Op, Program, RandomTile, ScatterIntoZeros, Times
+from wusharding.jaxprs import (
+    CROSSINGS,
+    Identity,
+    Op,
+    Program,
+    RandomTile,
+    ScatterIntoZeros,
+    Times,
+    itemsize,
+)
 
 _ADDS = ("add", "add_any")
+
+
+@dataclasses.dataclass(frozen=True)
+class Style:
+    """What the user chose of a step.
+
+    Args:
+      weights: "whole" between steps, or "split", or "layers": split, and those that a loop goes
+        over are gathered one layer at a time.
+      accumulate: loops that add up gradients add "whole" ones, or scatter each and add "shards".
+      scatter_dtype: the dtype in which gradients are scattered; None for their own.
+    """
+
+    weights: Literal["whole", "split", "layers"] = "whole"
+    accumulate: Literal["whole", "shards"] = "whole"
+    scatter_dtype: Any = None
 
 
 def decide_step(
@@ -44,8 +71,7 @@ def decide_step(
     inputs: Sequence[Value],
     outputs: Sequence[Placement | None],
     kept: Sequence[tuple[int, int]],
-    *,
-    shards_accumulate: bool,
+    style: Style,
 ) -> tuple[Schedule, list[Problem]]:
     """Decides for a whole step.
 
@@ -56,20 +82,12 @@ def decide_step(
       inputs: the placement of each input.
       outputs: the placement asked of each output; None delivers it whole, in the tiles it has.
       kept: positions of inputs and of the outputs that take their place.
-      shards_accumulate: loops that add up gradients scatter each before they add it.
+      style: what the user chose.
 
     Returns:
       The schedule and what could not run on pieces.
     """
-    decider = _StepDecider(
-        propagation,
-        facts,
-        region,
-        outputs,
-        kept,
-        shards_accumulate=shards_accumulate,
-        deliver=True,
-    )
+    decider = _StepDecider(propagation, facts, region, outputs, kept, style, deliver=True)
     return decider.run(inputs), decider.problems
 
 
@@ -81,8 +99,8 @@ class _StepDecider(Decider):
         region: Region,
         outputs: Sequence[Placement | None],
         kept: Sequence[tuple[int, int]],
+        style: Style,
         *,
-        shards_accumulate: bool,
         deliver: bool = False,
         open_outputs: frozenset[int] = frozenset(),
     ) -> None:
@@ -90,7 +108,7 @@ class _StepDecider(Decider):
         self.facts = facts
         self.region = region
         self.kept = kept
-        self.shards_accumulate = shards_accumulate
+        self.style = style
         self.deliver = deliver
         self.open_outputs = open_outputs
         self.replica_axes = frozenset(self.replicas.reduce_axes)
@@ -283,6 +301,11 @@ class _StepDecider(Decider):
         )
         return True
 
+    def _travels_in(self, v: int) -> Any:
+        dtype, own = self.style.scatter_dtype, self.avals[v].dtype
+        shorter = dtype is not None and jnp.issubdtype(own, jnp.floating)
+        return dtype if shorter and itemsize(own) > itemsize(dtype) else None
+
     def _wanted(self, v: int) -> Placement | None:
         return None if v in self.region.whole else self.hints.get(v)
 
@@ -413,7 +436,7 @@ class _StepDecider(Decider):
             self.region.bodies[k][i],
             outs,
             kept,
-            shards_accumulate=self.shards_accumulate,
+            self.style,
             open_outputs=open_outputs,
         )
 
@@ -428,11 +451,11 @@ class _StepDecider(Decider):
         open_sums = {
             n_const + i
             for i in range(n_carry)
-            if not self.shards_accumulate
+            if self.style.accumulate == "whole"
             and self._is_zeros(op.ins[n_const + i])
             and _accumulates(program, n_const + i, i)
         }
-        ys = range(n_carry, len(op.outs))
+        ys = [o for o in range(n_carry, len(op.outs)) if not self._scattered_by_layer(op.outs[o])]
         while True:
             placed, start = [], []
             for i, (v, inner) in enumerate(zip(ins, program.inputs, strict=True)):
@@ -452,7 +475,8 @@ class _StepDecider(Decider):
                     assert placement is not None, "scanned operands are unstacked"
                     value = value._replace(placement=placement)
                 start.append(value)
-            outs = [*(v.placement for v in start[n_const:first_x]), *(None for _ in ys)]
+            outs = [*(v.placement for v in start[n_const:first_x])]
+            outs += [None] * (len(op.outs) - n_carry)
             open_outputs = frozenset({*(i - n_const for i in open_sums), *ys})
             decider = self._inner(k, 0, outs, _carried(op, 0), open_outputs)
             schedule = decider.run(start)
@@ -507,13 +531,20 @@ class _StepDecider(Decider):
         if any(tiles) or spread.varies:
             return Placement(tiles)
         hint = body.hints.get(inner)
-        if inner in region.whole and not (have.span and carried):
+        layered = stacked and self.style.weights == "layers" and have.span and have.span.lo > 0
+        if inner in region.whole and not layered and not (have.span and carried):
             return have.without_span()
         if carried and have.span is None and hint is not None and inner not in region.whole:
             return hint
         if stacked and have.span is not None and have.span.lo == 0:
             return have.without_span()
         return have
+
+    def _scattered_by_layer(self, v: int) -> bool:
+        """Gradients that a loop over layers stacks, each of which is scattered where it is made."""
+        hint = self.hints.get(v)
+        by_layer = self.style.weights == "layers" and hint is not None and hint.span is not None
+        return by_layer and hint.span.lo > 0  # type: ignore[union-attr]
 
     def _is_zeros(self, v: int) -> bool:
         through = ("broadcast_in_dim", "convert_element_type", "copy")

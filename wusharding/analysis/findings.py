@@ -362,7 +362,7 @@ def _wide_sums(step: _Step) -> Iterator[Finding]:
 
 def _wide_gathers(step: _Step) -> Iterator[Finding]:
     update = step.update
-    if update.split_weights:
+    if update.style.weights != "whole":
         return  # gathered where they are read, in the dtype that is read
     found: dict[Any, list[Leaf]] = {}
     where: dict[Any, str] = {}

@@ -59,7 +59,8 @@ class Move:
 
     `kind` is "slice" (no communication), "gather", or "reduce": a partial value, finished over
     `axes` with `reduction`, whole or scattered to `after`. A gather is `planned` where weights are
-    meant to be whole, and not where an operation could not run on pieces.
+    meant to be whole, and not where an operation could not run on pieces. `dtype` is what it
+    travels in, where that is not its own.
     """
 
     kind: Literal["slice", "gather", "reduce"]
@@ -71,6 +72,7 @@ class Move:
     reduction: Reduction | None = None
     axes: tuple[str, ...] = ()
     planned: bool = False
+    dtype: Any = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from wusharding.analysis.assign import hint_weights
 from wusharding.analysis.decide import Value
-from wusharding.analysis.decide_step import decide_step
+from wusharding.analysis.decide_step import Style, decide_step
 from wusharding.analysis.placement import Placement, Replicas, spec_tiles
 from wusharding.analysis.propagate import Propagation
 from wusharding.analysis.replication import Facts, Spread, analyse
@@ -80,8 +80,8 @@ class StepUpdate:
       region: which operations are the update.
       weights: positions of weights among the inputs, and of the new ones among the outputs.
       aux: the same for auxiliary state.
-      split_weights: weights stay split between steps, and are gathered where they are read.
-      shards_accumulate: loops that add up gradients scatter each before they add it.
+      style: what the user chose.
+      layered: numbers of weights that the forward pass goes over layer by layer.
       copied: of these, the pairs that come and leave as stacks of equal copies, as with `pmap`; the
         program has a single copy in their place.
     """
@@ -91,8 +91,8 @@ class StepUpdate:
     region: Region
     weights: tuple[tuple[int, int], ...]
     aux: tuple[tuple[int, int], ...]
-    split_weights: bool
-    shards_accumulate: bool
+    style: Style
+    layered: frozenset[int]
     copied: frozenset[tuple[int, int]]
 
     splits_orphans = False
@@ -112,6 +112,11 @@ class StepUpdate:
     @property
     def new_state(self) -> tuple[int, ...]:
         return tuple(self.program.outputs[o] for _, o in self.aux)
+
+    def admits(self, param: int, placement: Placement) -> bool:
+        """Whether a weight may be split so: layers that are gathered in turn stay whole layers."""
+        layered = self.style.weights == "layers" and param in self.layered
+        return not layered or placement.span is None or placement.span.lo > 0
 
     def shared(self, replicas: Replicas) -> Propagation:
         return Propagation(self.program, replicas, region=self.region)
@@ -143,19 +148,11 @@ class StepUpdate:
         for (i, o), p in zip(self.aux, state, strict=True):
             inputs[i], outputs[o] = Value(p), p
         kept = (*self.weights, *self.aux)
-        return decide_step(
-            propagation,
-            self.facts,
-            self.region,
-            inputs,
-            outputs,
-            kept,
-            shards_accumulate=self.shards_accumulate,
-        )
+        return decide_step(propagation, self.facts, self.region, inputs, outputs, kept, self.style)
 
     def stored(self, weight: Placement) -> Placement:
         """How a weight whose update is split as `weight` is kept between steps."""
-        return weight if self.split_weights else weight.without_span()
+        return weight.without_span() if self.style.weights == "whole" else weight
 
 
 def find_update(
@@ -163,9 +160,7 @@ def find_update(
     replicas: Replicas,
     inputs: Sequence[Spread],
     matched: Sequence[tuple[int, int]],
-    *,
-    split_weights: bool,
-    shards_accumulate: bool,
+    style: Style,
 ) -> StepUpdate:
     """Finds the weight update of a step.
 
@@ -174,8 +169,7 @@ def find_update(
       replicas: the mesh.
       inputs: where each input lies.
       matched: inputs and outputs that may belong together, by position: their trees agree.
-      split_weights: keep weights split between steps.
-      shards_accumulate: in loops that add up gradients, scatter each before it is added.
+      style: what the user chose.
 
     Raises:
       ReplicationError: a value is declared replicated, but may differ between replicas.
@@ -217,10 +211,25 @@ def find_update(
         region,
         tuple(weights),
         tuple(aux),
-        split_weights,
-        shards_accumulate,
+        style,
+        _layered(program, region, [program.inputs[i] for i, _ in weights]),
         frozenset(copied),
     )
+
+
+def _layered(program: Program, region: Region, weights: Sequence[int]) -> frozenset[int]:
+    """Numbers of weights that the forward pass scans over, maybe cast before."""
+    made_by = {v: op for op in program.ops for v in op.outs}
+    scanned = set()
+    for k in region.bodies:
+        op = program.ops[k]
+        if op.name != "scan":
+            continue
+        for v in op.ins[op.params["num_consts"] + op.params["num_carry"] :]:
+            while v in made_by and made_by[v].name in ("convert_element_type", "copy"):
+                v = made_by[v].ins[0]
+            scanned.add(v)
+    return frozenset(n for n, v in enumerate(weights) if v in scanned)
 
 
 def _stacks(

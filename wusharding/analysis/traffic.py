@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from wusharding.analysis.placement import Placement, Replicas
 from wusharding.analysis.schedule import (
@@ -81,8 +82,8 @@ def _phases(
 ) -> Iterable[Traffic]:
     """Rows for what is scattered or gathered together, one for each phase."""
     gathers = kind == "all-gather"
-    for dtype in dict.fromkeys(m.aval.dtype for m in moves):
-        same = [m for m in moves if m.aval.dtype == dtype]
+    for dtype in dict.fromkeys(map(_dtype, moves)):
+        same = [m for m in moves if _dtype(m) == dtype]
         elems = [_local(m, m.before if gathers else m.after, replicas).size for m in same]
         item = Aval((), dtype).nbytes
         count = len(buckets.fill([n for n in elems if n], item * replicas.num_shards))
@@ -100,7 +101,11 @@ def _is_split(after: Placement, before: Placement) -> bool:
 
 
 def _local(move: Move, placement: Placement, replicas: Replicas) -> Aval:
-    return Aval(placement.local_shape(move.aval.shape, replicas), move.aval.dtype)
+    return Aval(placement.local_shape(move.aval.shape, replicas), _dtype(move))
+
+
+def _dtype(move: Move) -> Any:
+    return move.dtype or move.aval.dtype
 
 
 def _merged(rows: Iterable[Traffic]) -> list[Traffic]:

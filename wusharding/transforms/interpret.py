@@ -149,10 +149,12 @@ class Interpreter:
         if not moves:
             return
         formats = [self._format(m.aval, m.after) for m in moves]
-        done = self.collectives.reduce_scatter([env[m.source] for m in moves], formats)
+        sent = [env[m.source] if m.dtype is None else env[m.source].astype(m.dtype) for m in moves]
+        done = self.collectives.reduce_scatter(sent, formats)
         for move, x in zip(moves, done, strict=True):
             rest = tuple(a for a in move.axes if a not in self.replicas.shard_axes)
-            env[move.dest] = lax.psum(x, rest) if rest else x
+            x = lax.psum(x, rest) if rest else x
+            env[move.dest] = x if move.dtype is None else x.astype(move.aval.dtype)
 
     def _gather(self, moves: list[Move], env: dict[int, Any]) -> None:
         split = [m for m in moves if m.before.span is not None]

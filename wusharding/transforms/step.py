@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -13,13 +14,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from wusharding.analysis.assign import Assignment, assign, decided, why_whole
 from wusharding.analysis.choose import FormatChoice, Target, bucket_sizes, lanes_of
+from wusharding.analysis.decide_step import Style
 from wusharding.analysis.layout import Leaf
 from wusharding.analysis.placement import Placement, Replicas, Tiles, spec_tiles
 from wusharding.analysis.replication import Spread
 from wusharding.analysis.schedule import Schedule
 from wusharding.analysis.step import StepUpdate, find_update
 from wusharding.analysis.step_plan import StepPlan, make_step_plan
-from wusharding.errors import ContextError, ReplicationError, StateMismatchError
+from wusharding.errors import (
+    ContextError,
+    ReplicationError,
+    StateMismatchError,
+    UnsupportedStepError,
+    UnsupportedStepWarning,
+)
 from wusharding.formats.buckets import BucketSizes
 from wusharding.jaxprs import Program, is_extended, prune, trace_step
 from wusharding.transforms import checks
@@ -51,8 +59,8 @@ class StepOptions:
     formats: FormatChoice
     min_shard_elems: int
     bucket_bytes: int
-    split_weights: bool
-    shards_accumulate: bool
+    style: Style
+    on_unsupported: Literal["raise", "warn"]
     target: Target | None
 
 
@@ -102,12 +110,14 @@ def shard_step(
     shard_axis: str | Sequence[str] | None = None,
     in_specs: PyTree = None,
     out_specs: PyTree = None,
-    weights: Literal["whole", "split"] = "whole",
+    weights: Literal["whole", "split", "layers"] = "whole",
     accumulate: Literal["whole", "shards"] = "whole",
+    scatter_dtype: Any = None,
     formats: FormatChoice = "auto",
     min_shard_elems: int = 2,
     bucket_bytes: int = 4 * 2**20,
     donate_argnums: int | Sequence[int] | None = None,
+    on_unsupported: Literal["raise", "warn"] = "raise",
     target: Target | None = None,
 ) -> ShardedStep:
     """Shards the weight update that is found in a train step, as the step is written.
@@ -127,18 +137,27 @@ def shard_step(
         `jax.shard_map`.
       out_specs: likewise.
       weights: "whole" gathers new weights at the end of a step; "split" keeps them split between
-        steps and gathers them at the start, in the dtype that the forward pass reads.
+        steps and gathers them at the start, in the dtype that the forward pass reads; "layers" also
+        gathers weights that a `lax.scan` goes over one layer at a time, and scatters their
+        gradients so: less memory, more and smaller collectives.
       accumulate: in loops over microbatches, "whole" adds up each replica's own gradients and
         scatters their sum once a step; "shards" scatters each microbatch's and adds up shards: 1/N
         of the memory, and as many times the traffic as there are microbatches.
+      scatter_dtype: dtype in which gradients of a longer floating dtype are scattered.
       formats: as for `shard_updates`.
       min_shard_elems: weights and state arrays with fewer elements stay replicated.
       bucket_bytes: as for `shard_updates`.
       donate_argnums: as for `jax.jit`; None donates what `step`, if jitted, donates.
+      on_unsupported: what to do with a step in which nothing can be sharded, or which treats as
+        replicated what is not: "raise" an error that says why, or "warn" and run it as written.
       target: "cpu", "gpu" or "tpu", what formats are chosen for; None takes the mesh's devices'.
 
     Returns:
       A `ShardedStep`, called like `step`.
+
+    Raises (when called):
+      ReplicationError: what is declared replicated may differ between replicas.
+      UnsupportedStepError: nothing in it can be sharded.
 
     Source: Xu et al. 2020 (arXiv 2004.13336).
     """
@@ -152,9 +171,12 @@ def shard_step(
         formats=checks.check_choice("formats", formats, checks.FORMAT_CHOICES),
         min_shard_elems=checks.check_count("min_shard_elems", min_shard_elems, 0),
         bucket_bytes=checks.check_count("bucket_bytes", bucket_bytes, 1),
-        split_weights=checks.check_choice("weights", weights, ("whole", "split")) == "split",
-        shards_accumulate=checks.check_choice("accumulate", accumulate, ("whole", "shards"))
-        == "shards",
+        style=Style(
+            checks.check_choice("weights", weights, ("whole", "split", "layers")),
+            checks.check_choice("accumulate", accumulate, ("whole", "shards")),
+            checks.check_float_dtype("scatter_dtype", scatter_dtype),
+        ),
+        on_unsupported=checks.check_choice("on_unsupported", on_unsupported, ("raise", "warn")),
         target=checks.check_choice("target", target, (*checks.TARGETS, None)),
     )
     checks.check_mesh(mesh, reduce_axes)
@@ -190,6 +212,7 @@ class ShardedStep:
         self._donate = donate_argnums
         self._built: dict[Any, Built] = {}
         self._last: Built | None = None
+        self._plain: Any = None
 
     def __call__(self, *args: Any) -> Any:
         """Runs the step.
@@ -200,10 +223,27 @@ class ShardedStep:
         Returns:
           What the step returns; auxiliary state as it is stored (see `unshard`).
         """
-        built = self._for(args)
+        try:
+            built = self._for(args)
+        except (ReplicationError, UnsupportedStepError) as e:
+            if self._options.on_unsupported == "raise":
+                raise
+            return self._as_written(e)(*args)
         if any(map(is_tracer, jax.tree.leaves(args))):
             return built.fun(*self._stored_inline(built, args))
         return built.fun(*self._placed(built, args))
+
+    def _as_written(self, error: Exception) -> Callable[..., Any]:
+        """The step itself, once nothing else can be done."""
+        if self._plain is None:
+            warnings.warn(
+                f"shard_step: the step runs as it is written: {error}",
+                UnsupportedStepWarning,
+                stacklevel=3,
+            )
+            jitted = hasattr(self._step, "lower")
+            self._plain = self._step if jitted else jax.jit(self._step, donate_argnums=self._donate)
+        return self._plain
 
     def lower(self, *args: Any) -> Any:
         """As `jax.jit(step).lower`; arrays or shapes, in the step's own shapes or as stored.
@@ -279,6 +319,8 @@ class ShardedStep:
 
     def _for(self, args: tuple[Any, ...]) -> Built:
         leaves, treedef = jax.tree.flatten(args)
+        if self._plain is not None:
+            raise UnsupportedStepError("it was found before that nothing in it can be sharded.")
         built = None
         if all(hasattr(x, "shape") for x in leaves):
             built = self._built.get((treedef, tuple(map(_form_of, leaves))))
@@ -325,8 +367,7 @@ class ShardedStep:
             replicas,
             inputs,
             matched(args, out_shape),
-            split_weights=options.split_weights,
-            shards_accumulate=options.shards_accumulate,
+            options.style,
         )
         target = options.target or platform_of(mesh)
         avals = [program.avals[v] for v in update.params]
@@ -339,6 +380,8 @@ class ShardedStep:
             choice=options.formats,
             min_shard_elems=options.min_shard_elems,
         )
+        if not any(p.span for p in (*found.params, *found.state)):
+            raise UnsupportedStepError(_why_nothing(update, replicas))
         schedule, problems = decided(update, replicas, found.params, found.state)
         out_paths, _, _ = flatten_with_paths(out_shape)
         ins, outs = _leaves_of(
@@ -449,6 +492,31 @@ class ShardedStep:
         return built.args_def.unflatten(leaves)
 
 
+def _why_nothing(update: StepUpdate, replicas: Replicas) -> str:
+    """Why nothing of a step is sharded."""
+    axes = replicas.reduce_axes
+    if replicas.num_shards == 1:
+        return f"the axes {replicas.shard_axes} to shard over have size 1."
+    if not update.facts.touched:
+        return (
+            f"nothing in the step differs between the replicas of axis={axes}: no argument is "
+            "split over it. Place the batch there first: jax.device_put(batch, "
+            f"NamedSharding(mesh, PartitionSpec({', '.join(map(repr, axes))}))), or, for shapes, "
+            "give them that sharding."
+        )
+    if not update.weights and not update.aux:
+        return (
+            "no weights or state were found: no argument comes out of the step again, in the same "
+            "tree, shapes and dtypes, equal on all replicas. Let the step return its new state."
+        )
+    if not update.weights:
+        return (
+            "no weights were found: of what goes round nothing is read by the forward pass and "
+            "made anew. An update that differs between replicas is left alone."
+        )
+    return "every weight is too small to split; see min_shard_elems."
+
+
 def _shapes(leaf: Leaf, replicas: Replicas) -> tuple[tuple[int, ...], ...]:
     """The shapes in which an array may come: its owner's, and as it is stored."""
     return leaf.logical_shape(replicas), leaf.stored_shape(replicas)
@@ -504,7 +572,7 @@ def _check_copies(built: Built, leaves: Sequence[Any], which: Iterable[int]) -> 
     """Stacks that count as copies of one array, as with `pmap`, hold the same on every replica."""
     stacks = [i for i in which if built.ins[i].copies and leaves[i].shape[0] > 1]
     arrays = [leaves[i] for i in stacks]
-    for i, same in zip(stacks, jax.device_get(_all_equal(arrays)), strict=True):
+    for i, same in zip(stacks, _all_equal(built, arrays) if arrays else [], strict=True):
         if not same:
             raise ReplicationError(
                 f"args{built.ins[i].path}: its copies differ between the replicas, along dim 0, "
@@ -513,12 +581,29 @@ def _check_copies(built: Built, leaves: Sequence[Any], which: Iterable[int]) -> 
             )
 
 
-@jax.jit
-def _all_equal(stacks: list[Any]) -> list[Any]:
-    def bits(x: Any) -> Any:
-        return jax.random.key_data(x) if is_extended(x.dtype) else x
+def _all_equal(built: Built, stacks: Sequence[Any]) -> list[bool]:
+    """Whether every replica holds the same bits as the first one."""
+    specs = [PartitionSpec(built.replicas.reduce_axes)] * len(stacks)
 
-    return [jnp.all((x == x[:1]) | ((x != x) & (x[:1] != x[:1]))) for x in map(bits, stacks)]
+    def body(stacks: Sequence[Any]) -> tuple[list[Any]]:
+        index = jax.lax.axis_index(built.replicas.reduce_axes)
+        return ([_equals_first(x, index, built.replicas.reduce_axes) for x in stacks],)
+
+    check = mapped(built.context, body, [specs], [[PartitionSpec()] * len(stacks)])
+    placed = checks.place(
+        [stacks], [specs], [("args", ())], checks.concrete_mesh(built.context.mesh)
+    )
+    return jax.device_get(jax.jit(check)(*placed)[0])
+
+
+def _equals_first(x: Any, index: Any, axes: tuple[str, ...]) -> Any:
+    x = jax.random.key_data(x) if is_extended(x.dtype) else x
+    width = x.dtype.itemsize * 8
+    if jnp.iscomplexobj(x):
+        x, width = jnp.stack([x.real, x.imag]), width // 2
+    bits = x.astype("uint8") if x.dtype == bool else jax.lax.bitcast_convert_type(x, f"uint{width}")
+    first = jax.lax.psum(jnp.where(index == 0, bits, jnp.zeros_like(bits)), axes)
+    return jax.lax.pmin(jnp.all(bits == first).astype("int32"), axes)
 
 
 def _convert(
