@@ -92,7 +92,7 @@ def save(
     logical = logical_state(tx, state)
     trees = _with_arrays({"params": as_data(params), **logical._asdict()})
     plan = json.loads(tx.plan(params).to_json()) if isinstance(tx, ShardedOptimizer) else None
-    args: dict[str, Any] = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+    args: dict[str, Any] = {name: ocp.args.PyTreeSave(tree) for name, tree in trees.items()}
     args[MANIFEST] = ocp.args.JsonSave(Manifest.of(trees, plan).to_data())
     return manager.save(step, args=ocp.args.Composite(**args, **items), force=force)
 
@@ -169,12 +169,12 @@ def _restore(
     fit = Fit(manifest, _structs(tx, params), abstract_state(tx, params))
     fit.check(where)
     structs = fit.structs()
-    args = {name: ocp.args.StandardRestore(tree) for name, tree in structs.items()}
+    args = {name: _reading(tree) for name, tree in structs.items()}
     try:
         read = manager.restore(step, args=ocp.args.Composite(**args, **items))
     except Exception as e:
         bad = _unreadable(manager, step, structs) or "an item"
-        raise CorruptCheckpointError(f"{where}: {bad}: cannot be read: {e}") from e
+        raise CorruptCheckpointError(f"{where}: {bad}: cannot be read: {_brief(e)}") from e
     trees = {name: read[name] for name in structs}
     manifest.check(trees, where)
     weights, logical = fit.finish(trees)
@@ -193,7 +193,7 @@ def _manifest(manager: ocp.CheckpointManager, step: int, where: str) -> Manifest
             "sharded_state."
         ) from e
     except (OSError, ValueError) as e:
-        raise CorruptCheckpointError(f"{where}: the manifest cannot be read: {e}") from e
+        raise CorruptCheckpointError(f"{where}: the manifest cannot be read: {_brief(e)}") from e
     return Manifest.from_data(data, where)
 
 
@@ -212,6 +212,17 @@ def _structs(tx: Optimizer, params: PyTree) -> PyTree:
     return jax.tree.map(struct, params)
 
 
+def _reading(structs: PyTree) -> Any:
+    """Orbax's arguments to read arrays as `structs` say."""
+    restore_args = ocp.checkpoint_utils.construct_restore_args(structs)
+    return ocp.args.PyTreeRestore(structs, restore_args=restore_args)
+
+
+def _brief(error: Exception) -> str:
+    """What went wrong, without the specification of the array that TensorStore appends."""
+    return str(error).partition("[tensorstore_spec")[0].partition(" See full TensorStore")[0][:400]
+
+
 def _unreadable(manager: ocp.CheckpointManager, step: int, structs: Mapping[str, PyTree]) -> str:
     """The arrays that cannot be read: each is tried alone."""
     bad = []
@@ -219,10 +230,7 @@ def _unreadable(manager: ocp.CheckpointManager, step: int, structs: Mapping[str,
         paths, leaves, treedef = flatten_with_paths(tree)
         for i, path in enumerate(paths):
             alone = [x if i == j else ocp.PLACEHOLDER for j, x in enumerate(leaves)]
-            args = ocp.args.PyTreeRestore(
-                treedef.unflatten(alone),
-                restore_args=ocp.checkpoint_utils.construct_restore_args(treedef.unflatten(alone)),
-            )
+            args = _reading(treedef.unflatten(alone))
             try:
                 manager.restore(step, args=ocp.args.Composite(**{item: args}))
             except Exception:
