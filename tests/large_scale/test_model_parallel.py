@@ -148,13 +148,17 @@ def _open(tx: Any, params: Tree, specs: Tree, mesh: Mesh, _: bool) -> Callable[.
 
 
 def _explicit(tx: Any, params: Tree, specs: Tree, mesh: Mesh, _: bool) -> Callable[..., Any]:
-    """Weights of products are `reduced`, so their gradients come `unreduced`; JAX sums the rest."""
+    """Weights of products are `reduced`, so their gradients come `unreduced`; JAX sums the rest.
+
+    Layers that are split over `stage` are gathered along it.
+    """
     split = megatron.Split(einsum=functools.partial(jnp.einsum, out_sharding=P("data")))
 
     def step(params: Tree, state: Any, tokens: jax.Array) -> tuple[Tree, Any]:
         def own(w: jax.Array, spec: P) -> jax.Array:
             multiplies = w.ndim > 2 or w.shape == (CONFIG.vocab, CONFIG.width)
-            return jax.sharding.reshard(w, P(*spec, reduced={"data"})) if multiplies else w
+            tag = {"reduced": {"data"}} if multiplies else {}
+            return jax.sharding.reshard(w, P(*(None if a == "stage" else a for a in spec), **tag))
 
         grads = jax.grad(megatron.loss)(jax.tree.map(own, params, specs), tokens, split)
         return tx.apply(grads, state, params)
@@ -180,6 +184,7 @@ CASES = [
     ("checked", "4x2", "adamw"),
     ("open", "4x2", "lamb"),
     ("checked", "2x2x2", "lamb"),
+    ("explicit", "2x2x2", "lamb"),
     ("auto", "2x2x2", "lamb"),
 ]
 
@@ -251,7 +256,11 @@ def test_weights_and_gradients_travel_along_data_only(context, shape, name):
     assert {c.kind for c in moved} == (
         {"all-gather"} if context == "auto" else {"reduce-scatter", "all-gather"}
     )
-    assert all(groups_of(c) == data for c in moved)
+    scattered = [c for c in moved if c.kind == "reduce-scatter"]
+    assert all(groups_of(c) == data for c in scattered)
+    # On the explicit mesh the model itself gathers its layers, along `stage`.
+    own = along(mesh, "stage") if (context, shape) == ("explicit", "2x2x2") else data
+    assert all(groups_of(c) in (data, own) for c in moved)
 
 
 # -------------------------------------------------------------------------- the update, by itself

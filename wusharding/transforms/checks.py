@@ -294,9 +294,11 @@ def place(
 def resharded(x: Any, spec: PartitionSpec, context: Context) -> Any:
     """An explicit-mode operand in the sharding that `shard_map` expects."""
     have = spec_of(x)
-    if have is None or unreduced_axes(x):
+    if have is None:
         return x
     want = _explicit_part(spec, context.mesh)
+    if sums := unreduced_axes(x):  # they stay so: their pieces are moved, not added up
+        want = PartitionSpec(*want, *[None] * (x.ndim - len(want)), unreduced=sums)
     if have == want:
         return x
     return jax.sharding.reshard(x, NamedSharding(context.mesh, want))  # type: ignore[arg-type]
@@ -306,7 +308,7 @@ def _explicit_part(spec: PartitionSpec, mesh: Any) -> PartitionSpec:
     """A spec without the axes that the compiler partitions: types do not name those."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     entries = []
-    for entry in spec:
+    for entry in spec.partitions:
         axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
         kept = tuple(a for a in axes if kinds[a] == AxisType.Explicit)
         entries.append(kept or None)
