@@ -1,13 +1,14 @@
-"""The demonstration: one training run with a replicated update beside one with a sharded update.
+"""The demonstration: one training run, its update replicated and, in two ways, sharded.
 
 A small convolutional network learns the handwritten digits that scikit-learn ships, data-parallel
-over eight virtual CPU devices, twice: once as usual, with averaged gradients and the whole update
-on every replica, and once with `wusharding.shard_updates`. Both start from the same weights, see
-the same batches and take their steps alternately in one process, so their times compare.
+over eight virtual CPU devices, three times: as usual, with averaged gradients and the whole update
+on every replica; with the optimizer in `wusharding.shard_updates`; and the usual step again, not a
+line changed, through `wusharding.shard_step`. All start from the same weights, see the same batches
+and take their steps in turn in one process, so their times compare.
 
 Printed are what each run learned, holds, sends and takes; the same is drawn into a picture. The
-script fails if the weights of the two runs differ by more than `TOLERANCE`, or if the compiled
-sharded step still all-reduces gradients.
+script fails if the weights of a sharded run differ from the replicated one's by more than
+`TOLERANCE`, or if its compiled step still all-reduces gradients.
 """
 
 import argparse
@@ -148,14 +149,15 @@ def replicated_update(optimizer: optax.GradientTransformation) -> Update:
 
 @dataclasses.dataclass
 class Run:
-    """One of the two runs: its programs, what it holds, and what was measured.
+    """One of the runs: its programs, what it holds, and what was measured.
 
     Args:
-      name: "replicated" or "sharded".
+      name: "replicated", or what shards it: "shard_updates" or "shard_step".
       update: local gradients, state and weights to new weights and state, on one replica.
       state_specs: tree of `PartitionSpec` of the state.
       params: weights.
-      state: optimizer state.
+      state: optimizer state; for `shard_step` whole until it is compiled.
+      plan: what is sharded, and how.
     """
 
     name: str
@@ -163,6 +165,7 @@ class Run:
     state_specs: Tree
     params: Tree
     state: Tree
+    plan: wus.Plan | wus.StepPlan | None = None
     step: Any = None
     update_alone: Any = None
     losses: list[float] = dataclasses.field(default_factory=list)
@@ -173,7 +176,10 @@ class Run:
     test_accuracy: float = 0.0
 
     def compile(self, mesh: Mesh, batch: Sequence[jax.Array], grads: Tree) -> None:
-        """Compiles the training step, and the update by itself."""
+        """Compiles the training step, and the update by itself.
+
+        `shard_step` takes whole steps: weights that no forward pass reads, it would not gather.
+        """
 
         def step(params: Tree, state: Tree, images: Any, labels: Any) -> tuple[Any, ...]:
             loss, grads = loss_and_local_grads(params, images, labels)
@@ -184,18 +190,20 @@ class Run:
             return self.update(jax.tree.map(lambda g: g[0], stacked), state, params)
 
         held = (P(), self.state_specs)
-        self.step = _compiled(
-            jax.shard_map(
-                step, mesh=mesh, in_specs=(*held, P("data"), P("data")), out_specs=(*held, P())
-            ),
-            (self.params, self.state, *batch),
-        )
-        self.update_alone = _compiled(
-            jax.shard_map(update_alone, mesh=mesh, in_specs=(*held, P("data")), out_specs=held),
-            (self.params, self.state, grads),
-        )
+        ins, outs = (*held, P("data"), P("data")), (*held, P())
+        whole = jax.shard_map(step, mesh=mesh, in_specs=ins, out_specs=outs)
+        alone = jax.shard_map(update_alone, mesh=mesh, in_specs=(*held, P("data")), out_specs=held)
+        args = (self.params, self.state, *batch)
+        if self.name == "shard_step":
+            sharded = wus.shard_step(whole, mesh=mesh, donate_argnums=(0, 1))
+            self.step = sharded.lower(*args).compile()
+            self.plan = sharded.plan
+            self.params, self.state, *_ = sharded.shard(*args)
+        else:
+            self.step = _compiled(whole, args)
+            self.update_alone = _compiled(alone, (self.params, self.state, grads))
+            self.update_flops = self.update_alone.cost_analysis()["flops"]
         self.collectives = hlo.collectives(self.step.as_text())
-        self.update_flops = self.update_alone.cost_analysis()["flops"]
 
     def take_step(self, batch: Sequence[jax.Array]) -> None:
         start = time.perf_counter()
@@ -233,25 +241,24 @@ def _median(seconds: Sequence[float]) -> float:
     return statistics.median(seconds[_WARMUP:] or seconds)
 
 
-# ---------------------------------------------------------------------------------- running the two
+# ------------------------------------------------------------------------------------ running them
 
 
-def make_runs(mesh: Mesh, steps: int, images: np.ndarray) -> tuple[list[Run], wus.Plan]:
-    """The two runs from the same weights, and the plan of the sharded one."""
+def make_runs(mesh: Mesh, steps: int, images: np.ndarray) -> list[Run]:
+    """The runs, from the same weights; the replicated one first."""
     optimizer = make_optimizer(steps)
     params = jax.jit(Network().init)(jax.random.key(0), images)
     everywhere = NamedSharding(mesh, P())
-    copies = [jax.device_put(jax.tree.map(jnp.copy, params), everywhere) for _ in range(2)]
-
-    plain_state = jax.device_put(optimizer.init(params), everywhere)
+    copies = [jax.device_put(jax.tree.map(jnp.copy, params), everywhere) for _ in range(3)]
+    states = [jax.device_put(optimizer.init(params), everywhere) for _ in range(2)]
     sharded = wus.shard_updates(optimizer, mesh=mesh, axis="data")
-    sharded_state = sharded.init(copies[1])
-    specs = sharded.state_specs(copies[1])
-    runs = [
-        Run("replicated", replicated_update(optimizer), P(), copies[0], plain_state),
-        Run("sharded", sharded.apply, specs, copies[1], sharded_state),
+    specs, plan = sharded.state_specs(copies[1]), sharded.plan(copies[1])
+    usual = replicated_update(optimizer)
+    return [
+        Run("replicated", usual, P(), copies[0], states[0]),
+        Run("shard_updates", sharded.apply, specs, copies[1], sharded.init(copies[1]), plan),
+        Run("shard_step", usual, P(), copies[2], states[1]),
     ]
-    return runs, sharded.plan(copies[1])
 
 
 def stacked_local_grads(mesh: Mesh, params: Tree, batch: Sequence[jax.Array]) -> Tree:
@@ -267,7 +274,7 @@ def stacked_local_grads(mesh: Mesh, params: Tree, batch: Sequence[jax.Array]) ->
 
 
 def train(runs: Sequence[Run], mesh: Mesh, data: Digits, steps: int, console: Console) -> None:
-    """Takes all steps, the runs in turn, each first in every other step."""
+    """Takes all steps, the runs in turn, another one first in every step."""
     spread = NamedSharding(mesh, P("data"))
     columns = (
         TextColumn("{task.description}"),
@@ -277,21 +284,23 @@ def train(runs: Sequence[Run], mesh: Mesh, data: Digits, steps: int, console: Co
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("training both", total=steps, losses="")
+        task = progress.add_task("training", total=steps, losses="")
         for i in range(steps):
             batch = [jax.device_put(x, spread) for x in data.batch(i)]
-            for run in runs if i % 2 else reversed(runs):
-                run.take_step(batch)
+            for k in range(len(runs)):
+                runs[(i + k) % len(runs)].take_step(batch)
             losses = " | ".join(f"{run.losses[-1]:.4f}" for run in runs)
             progress.update(task, advance=1, losses=losses)
 
 
 def time_updates(runs: Sequence[Run], grads: Tree, repeats: int) -> None:
     """Times the updates alone, in turn, on copies of what the runs hold."""
-    held = [jax.tree.map(jnp.copy, (run.params, run.state)) for run in runs]
+    timed = [run for run in runs if run.update_alone]
+    held = [jax.tree.map(jnp.copy, (run.params, run.state)) for run in timed]
     for i in range(repeats + _WARMUP):
-        for j in (0, 1) if i % 2 else (1, 0):
-            held[j] = runs[j].time_update(held[j], grads)
+        for k in range(len(timed)):
+            j = (i + k) % len(timed)
+            held[j] = timed[j].time_update(held[j], grads)
 
 
 # ------------------------------------------------------------------------------------ what to check
@@ -332,14 +341,16 @@ def find_faults(plain: Run, sharded: Run, difference: float) -> list[str]:
     """All that must not be, in words; empty for a good demonstration."""
     grad_bytes = sum(x.nbytes for x in jax.tree.leaves(plain.params))
     faults = [
-        f"the sharded step has {fault}"
+        f"the step of {sharded.name} has {fault}"
         for fault in collective_faults(sharded.collectives, grad_bytes)
     ]
     # The check must see in the replicated step what it looks for in the sharded one.
     if len(collective_faults(plain.collectives, grad_bytes)) != 2:
         faults.append("the check of collectives does not see the replicated step's all-reduce")
     if not difference <= TOLERANCE:  # NaN is a fault too
-        faults.append(f"weights differ by {difference:.1e}, more than {TOLERANCE:.0e}")
+        faults.append(
+            f"weights of {sharded.name} differ by {difference:.1e}, more than {TOLERANCE:.0e}"
+        )
     return faults
 
 
@@ -358,35 +369,37 @@ def _bytes(n: float) -> str:
     return f"{n / 1024**power:.2f} {('KiB', 'MiB', 'GiB')[power - 1]}"
 
 
-def _ratio(sharded: float, plain: float) -> str:
-    return f"{sharded / plain:.3f}"
+def make_table(runs: Sequence[Run], differences: Sequence[float], num_tests: int) -> Table:
+    """Everything measured, the runs side by side, the replicated one first.
 
-
-def make_table(plain: Run, sharded: Run, difference: float, num_tests: int) -> Table:
-    """Everything measured, the runs side by side."""
+    Args:
+      runs: the runs.
+      differences: of the others' weights from the first one's.
+      num_tests: images in the test set.
+    """
     table = Table(title="Weight update: replicated and sharded", title_style="bold")
     table.add_column("")
-    for heading in ("replicated", "sharded", "ratio"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    runs = (plain, sharded)
+    for run in runs:
+        table.add_column(run.name, justify="right", no_wrap=True)
 
-    def add(name: str, show: Callable[[Any], str], values: Sequence[Any], ratio: str = "") -> None:
-        table.add_row(name, *(show(v) for v in values), ratio)
+    def add(name: str, show: Callable[[Any], str], values: Sequence[Any]) -> None:
+        table.add_row(name, *map(show, values))
 
     def add_compared(name: str, show: Callable[[Any], str], values: Sequence[float]) -> None:
-        add(name, show, values, _ratio(values[1], values[0]))
+        base, *others = values
+        table.add_row(name, show(base), *(f"{show(v)} (× {v / base:.3f})" for v in others))
+
+    timed = [run for run in runs if run.update_alone]
 
     add("training loss, first step", "{:.6f}".format, [run.losses[0] for run in runs])
     add("training loss, last step", "{:.6f}".format, [run.losses[-1] for run in runs])
     add(f"accuracy on {num_tests} test images", "{:.2%}".format, [r.test_accuracy for r in runs])
-    table.add_row("weights, largest relative difference", "", f"{difference:.1e}", "")
+    table.add_row("weights, largest relative difference", "", *(f"{d:.1e}" for d in differences))
     table.add_section()
     add_compared("optimizer state on each device", _bytes, [run.state_bytes for run in runs])
     add_compared("step, median", _ms, [_median(run.step_seconds) for run in runs])
-    add_compared(
-        "update and its collectives, median", _ms, [_median(run.update_seconds) for run in runs]
-    )
-    add_compared("update, operations on each device", _mflop, [run.update_flops for run in runs])
+    add_compared("update and collectives, median", _ms, [_median(r.update_seconds) for r in timed])
+    add_compared("update, operations on each device", _mflop, [r.update_flops for r in timed])
     table.add_section()
     for kind in sorted({c.kind for run in runs for c in run.collectives}, key=hlo.KINDS.index):
         add(f"{kind}, put in", str, [_collectives(run, kind) for run in runs])
@@ -414,8 +427,8 @@ def _collectives(run: Run, kind: str) -> str:
     return f"{len(found)} × {_bytes(sum(c.operand_bytes for c in found) / len(found))}"
 
 
-def plan_summary(plan: wus.Plan) -> str:
-    """The plan without its lists of arrays."""
+def plan_summary(plan: wus.Plan | wus.StepPlan) -> str:
+    """A plan without its lists of arrays."""
     sections = str(plan).split("\n\n")
     return "\n\n".join(s for i, s in enumerate(sections) if not i or s.startswith("Collectives"))
 
@@ -423,7 +436,7 @@ def plan_summary(plan: wus.Plan) -> str:
 # -------------------------------------------------------------------------------------- the picture
 
 _INK = "#333333"
-_COLORS = {"replicated": "#b8b4a8", "sharded": "#2a6f97"}
+_COLORS = {"replicated": "#b8b4a8", "shard_updates": "#2a6f97", "shard_step": "#c96b3b"}
 # Face and text of each kind of collective that is large enough to be seen.
 _KIND_COLORS = {
     "all-reduce": ("#b8b4a8", _INK),
@@ -432,16 +445,17 @@ _KIND_COLORS = {
 }
 
 
-def draw(plain: Run, sharded: Run, path: Path) -> None:
+def draw(runs: Sequence[Run], path: Path) -> None:
     """The losses, and what the runs hold, take and send, as a picture."""
-    figure = Figure(figsize=(12, 6), layout="constrained", dpi=150)
+    figure = Figure(figsize=(13.5, 6.5), layout="constrained", dpi=150)
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08)
     grid = figure.add_gridspec(4, 4, width_ratios=(1.3, 1.3, 1, 1))
     loss = figure.add_subplot(grid[:3, :2])
     difference = figure.add_subplot(grid[3, :2], sharex=loss)
-    _draw_losses(loss, plain, sharded)
-    _draw_loss_difference(difference, plain, sharded)
+    _draw_losses(loss, runs)
+    _draw_loss_difference(difference, runs)
     mib = 2.0**20
+    timed = [run for run in runs if run.update_alone]
     bars = (
         ("Optimizer state on each device", "MiB", lambda run: run.state_bytes / mib),
         ("Training step, median", "ms", lambda run: 1e3 * _median(run.step_seconds)),
@@ -449,9 +463,10 @@ def draw(plain: Run, sharded: Run, path: Path) -> None:
     )
     places = (grid[:2, 2], grid[:2, 3], grid[2:, 2])
     for place, (title, unit, value) in zip(places, bars, strict=True):
-        _draw_bars(figure.add_subplot(place), title, unit, [value(plain), value(sharded)])
-    _draw_sent(figure.add_subplot(grid[2:, 3]), plain, sharded)
-    weights = sum(x.size for x in jax.tree.leaves(plain.params))
+        shown = timed if title.startswith("Update") else runs
+        _draw_bars(figure.add_subplot(place), title, unit, shown, value)
+    _draw_sent(figure.add_subplot(grid[2:, 3]), runs)
+    weights = sum(x.size for x in jax.tree.leaves(runs[0].params))
     figure.suptitle(
         f"The same training with a replicated and with a sharded update: {weights / 1e6:.2f} M "
         f"weights, LAMB, {NUM_DEVICES} virtual CPU devices",
@@ -469,46 +484,66 @@ def _style(axes: Axes, title: str, unit: str) -> None:
     axes.tick_params(colors=_INK, labelsize=9)
 
 
-def _draw_losses(axes: Axes, plain: Run, sharded: Run) -> None:
+def _label(run: Run) -> str:
+    """Its name, to stand below a bar."""
+    return run.name.replace("_", "_\n")
+
+
+def _draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
     _style(axes, "Training loss", "cross-entropy, smoothed labels")
-    steps = range(1, len(plain.losses) + 1)
-    axes.plot(steps, plain.losses, color=_COLORS["replicated"], lw=5, label="replicated")
-    axes.plot(steps, sharded.losses, color=_COLORS["sharded"], lw=1.2, label="sharded")
+    steps = range(1, len(runs[0].losses) + 1)
+    for run, width in zip(runs, (7, 3.5, 1), strict=True):
+        axes.plot(steps, run.losses, color=_COLORS[run.name], lw=width, label=run.name)
     axes.tick_params(labelbottom=False)
     axes.legend(frameon=False, labelcolor=_INK)
 
 
-def _draw_loss_difference(axes: Axes, plain: Run, sharded: Run) -> None:
+def _draw_loss_difference(axes: Axes, runs: Sequence[Run]) -> None:
     # A last bit of a float32 is 0.6 to 1.2 of this unit.
-    _style(axes, "Relative difference of the two losses", "10⁻⁷")
-    a, b = np.array(plain.losses), np.array(sharded.losses)
-    steps, difference = range(1, len(a) + 1), 1e7 * np.abs(a - b) / a
-    axes.plot(steps, difference, ".", ms=3, color=_COLORS["sharded"], clip_on=False)
+    _style(axes, "Relative difference from the replicated loss", "10⁻⁷")
+    plain, *others = runs
+    base = np.array(plain.losses)
+    for run, size in zip(others, (6, 2), strict=True):
+        difference = 1e7 * np.abs(np.array(run.losses) - base) / base
+        steps = range(1, len(base) + 1)
+        axes.plot(steps, difference, "o", ms=size, color=_COLORS[run.name], clip_on=False)
     axes.set_ylim(bottom=0)
     axes.margins(y=0.1)
     axes.set_xlabel("step", fontsize=9, color=_INK)
 
 
-def _draw_bars(axes: Axes, title: str, unit: str, values: Sequence[float]) -> None:
+def _draw_bars(
+    axes: Axes, title: str, unit: str, runs: Sequence[Run], value: Callable[[Run], float]
+) -> None:
     _style(axes, title, unit)
-    bars = axes.bar(list(_COLORS), values, color=list(_COLORS.values()), width=0.8)
-    labels = [f"{values[0]:.3g}", f"{values[1]:.3g}\n(× {values[1] / values[0]:.3g})"]
+    names, values = [_label(run) for run in runs], [value(run) for run in runs]
+    bars = axes.bar(names, values, color=[_COLORS[run.name] for run in runs], width=0.8)
+    base, *others = values
+    labels = [f"{base:.3g}", *(f"{v:.3g}\n(× {v / base:.3g})" for v in others)]
     axes.bar_label(bars, labels, padding=2, fontsize=9, color=_INK)
     axes.margins(y=0.2)
 
 
-def _draw_sent(axes: Axes, plain: Run, sharded: Run) -> None:
+def _draw_sent(axes: Axes, runs: Sequence[Run]) -> None:
     """Sent bytes, stacked by kind of collective; kinds too small to see get no label."""
     _style(axes, "Sent by each device in a step", "MiB, on a ring")
-    for i, run in enumerate((plain, sharded)):
+    for i, run in enumerate(runs):
         bottom = 0.0
         for kind, sent in sorted(run.sent_bytes.items(), key=lambda item: -item[1]):
             face, ink = _KIND_COLORS.get(kind, ("#cccccc", _INK))
             height = sent / 2**20
-            axes.bar(run.name, height, bottom=bottom, color=face, width=0.8)
+            axes.bar(_label(run), height, bottom=bottom, color=face, width=0.8)
             if sent > SMALL * _sent(run):
                 middle = bottom + height / 2
-                axes.text(i, middle, kind, ha="center", va="center", fontsize=8, color=ink)
+                axes.text(
+                    i,
+                    middle,
+                    kind.replace("-", "-\n"),
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color=ink,
+                )
             bottom += height
         axes.text(i, bottom, f"{bottom:.3g}", ha="center", va="bottom", fontsize=9, color=_INK)
     axes.margins(y=0.2)
@@ -538,30 +573,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     use_virtual_devices()
     console = Console()
+    plain_text: Any = {"markup": False, "highlight": False, "soft_wrap": True}
     mesh = jax.make_mesh((NUM_DEVICES,), ("data",))
     data = Digits.load()
-    runs, plan = make_runs(mesh, arguments.steps, data.train_images[:1])
-    plain, sharded = runs
-    console.print(plan_summary(plan), markup=False, highlight=False, soft_wrap=True)
-    console.print()
-
+    runs = make_runs(mesh, arguments.steps, data.train_images[:1])
+    plain, *sharded = runs
     batch = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in data.batch(0)]
     grads = stacked_local_grads(mesh, plain.params, batch)
     with console.status("compiling"):
         for run in runs:
             run.compile(mesh, batch, grads)
+    for run in sharded:
+        console.print(f"{run.name}\n{plan_summary(run.plan)}\n", **plain_text)
     train(runs, mesh, data, arguments.steps, console)
     time_updates(runs, grads, 5 if arguments.quick else 50)
     for run in runs:
         run.test_accuracy = accuracy(run.params, data.test_images, data.test_labels)
 
-    difference = relative_difference(sharded.params, plain.params)
+    differences = [relative_difference(run.params, plain.params) for run in sharded]
     console.print()
-    console.print(make_table(plain, sharded, difference, len(data.test_labels)))
-    console.print(closing_words(), soft_wrap=True, highlight=False)
-    draw(plain, sharded, arguments.out)
-    console.print(f"picture: {arguments.out.resolve()}", soft_wrap=True, highlight=False)
-    faults = find_faults(plain, sharded, difference)
+    console.print(make_table(runs, differences, len(data.test_labels)))
+    console.print(closing_words(), **plain_text)
+    draw(runs, arguments.out)
+    console.print(f"picture: {arguments.out.resolve()}", **plain_text)
+    pairs = zip(sharded, differences, strict=True)
+    faults = [fault for run, d in pairs for fault in find_faults(plain, run, d)]
     for fault in faults:
         console.print(f"FAULT: {fault}", style="bold red", soft_wrap=True, highlight=False)
     return 1 if faults else 0
@@ -570,7 +606,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def closing_words() -> str:
     """What the numbers mean, and what they do not."""
     return (
-        f"Weights may differ by {TOLERANCE:.0e}: the sharded update adds in another order, and "
+        f"Weights may differ by {TOLERANCE:.0e}: a sharded update adds in another order, and "
         "training\namplifies the rounding. Times are those of "
         f"{NUM_DEVICES} virtual devices that share {os.cpu_count()} cores, not\n"
         "of accelerators. Collectives are those of the compiled step; on a ring, an all-reduce\n"

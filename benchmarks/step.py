@@ -103,13 +103,12 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Growth:
-    """Seconds of each stage before the first step, replicated and through `shard_step`.
+    """Seconds of each stage before the first step under `jit`, replicated and by `shard_step`.
 
     Args:
       model: its name.
       layers: how many it has.
       num_leaves: arrays of weights.
-      written: one of `WRITTEN`.
       plain: of the step as it is written.
       ours: of `shard_step`.
     """
@@ -117,7 +116,6 @@ class Growth:
     model: str
     layers: int
     num_leaves: int
-    written: str
     plain: dict[str, float]
     ours: dict[str, float]
 
@@ -213,22 +211,20 @@ def measure_growth(
     """Times the stages before the first step, with Adam, of narrow models; each once."""
     found = [mlp(32, layers=max(n // 2, 1), examples=NUM_DEVICES) for n in leaves]
     found += [decoder(32, layers=n, examples=NUM_DEVICES, length=8) for n in layers]
-    task = progress.add_task("growth", total=len(found) * len(WRITTEN))
+    task = progress.add_task("growth", total=len(found))
     out = []
     for model in found:
-        num_leaves, depth = len(leaf_shapes(model.shapes)), _depth(model)
-        for written in WRITTEN:
-            progress.update(
-                task, description=f"growth: {model.name}, {num_leaves} arrays, {written}"
-            )
-            steps = Steps(model, OPTIMIZERS["adam"](), written, mesh)
-            args = steps.abstract()
-            plain = staged(jax.jit(steps.step()), args, mesh)[1]
-            ours = staged_ours(steps.sharded("shard_step"), args)[1]
-            out.append(Growth(model.name, depth, num_leaves, written, plain, ours))
-            gc.collect()
-            jax.clear_caches()
-            progress.advance(task)
+        num_leaves = len(leaf_shapes(model.shapes))
+        progress.update(task, description=f"growth: {model.name}, {num_leaves} arrays")
+        steps = Steps(model, OPTIMIZERS["adam"](), "jit", mesh)
+        args = steps.abstract()
+        plain = staged(jax.jit(steps.step()), args, mesh)[1]
+        ours = staged_ours(steps.sharded("shard_step"), args)[1]
+        out.append(Growth(model.name, _depth(model), num_leaves, plain, ours))
+        gc.collect()
+        jax.clear_caches()
+        progress.advance(task)
+    progress.update(task, description="growth")
     return out
 
 
@@ -267,19 +263,19 @@ def case_sheet(case: Case) -> Sheet:
 
 def growth_sheet(growth: Sequence[Growth]) -> Sheet:
     columns = (
-        *("model", "layers", "arrays", "written as", "trace and lower", "compile"),
+        *("model", "layers", "arrays", "trace and lower", "compile"),
         *("`shard_step`: plan", "lower", "compile", "more before compiling", "over its compiling"),
     )
     rows = [
         (
-            *(g.model, str(g.layers), str(g.num_leaves), g.written),
+            *(g.model, str(g.layers), str(g.num_leaves)),
             *(f"{before_compiling(g.plain):.2f}", f"{g.plain['compile']:.2f}"),
             *(f"{g.ours[stage]:.2f}" for stage in ("plan", "lower", "compile")),
             *(f"{g.transform_s:.2f}", f"{100 * g.share:.0f} %"),
         )
         for g in growth
     ]
-    return Sheet("Seconds before the first step, Adam", columns, rows)
+    return Sheet("Seconds before the first step, `jit`, Adam", columns, rows)
 
 
 def page(cases: Sequence[Case], growth: Sequence[Growth], how: str, picture: str) -> str:
@@ -315,11 +311,11 @@ def page(cases: Sequence[Case], growth: Sequence[Growth], how: str, picture: str
 def growth_words(growth: Sequence[Growth]) -> list[str]:
     """How the time before compiling grows, from the second largest model to the largest."""
     out = []
-    for (model, written), found in _series(growth).items():
+    for model, found in _series(growth).items():
         if len(found) > 1:
             a, b = found[-2:]
             out.append(
-                f"* {model}, {written}: from {a.num_leaves} to {b.num_leaves} arrays, `shard_step` "
+                f"* {model}: from {a.num_leaves} to {b.num_leaves} arrays, `shard_step` "
                 f"takes {before_compiling(b.ours) / before_compiling(a.ours):.2f} times as long "
                 f"before compiling (arrays to the {exponent(a, b):.2f}), and compiling "
                 f"{b.ours['compile'] / a.ours['compile']:.2f} times."
@@ -327,10 +323,10 @@ def growth_words(growth: Sequence[Growth]) -> list[str]:
     return out
 
 
-def _series(growth: Sequence[Growth]) -> dict[tuple[str, str], list[Growth]]:
-    out: dict[tuple[str, str], list[Growth]] = {}
+def _series(growth: Sequence[Growth]) -> dict[str, list[Growth]]:
+    out: dict[str, list[Growth]] = {}
     for g in sorted(growth, key=lambda g: g.num_leaves):
-        out.setdefault((g.model, g.written), []).append(g)
+        out.setdefault(g.model, []).append(g)
     return out
 
 
@@ -341,7 +337,6 @@ _LINES = {
     "shard_step: before compiling": ("#c96b3b", lambda g: before_compiling(g.ours)),
     "replicated: before compiling": ("#e0b69f", lambda g: before_compiling(g.plain)),
 }
-_DASHES = dict(zip(WRITTEN, ("-", "--"), strict=True))
 
 
 def plot(cases: Sequence[Case], growth: Sequence[Growth], path: Path) -> None:
@@ -353,11 +348,11 @@ def plot(cases: Sequence[Case], growth: Sequence[Growth], path: Path) -> None:
         _draw_case(ax, case)
     top.suptitle("Whole step: ms, and times faster than replicated", fontsize=12)
     for part in below:
-        names = list(dict.fromkeys(g.model for g in growth))
-        axes = part.subplots(1, len(names), squeeze=False)[0]
-        for ax, name in zip(axes, names, strict=True):
-            _draw_growth(ax, [g for g in growth if g.model == name])
-        part.suptitle("Seconds before the first step (Adam)", fontsize=12)
+        series = _series(growth)
+        axes = part.subplots(1, len(series), squeeze=False)[0]
+        for ax, (name, found) in zip(axes, series.items(), strict=True):
+            _draw_growth(ax, name, found)
+        part.suptitle("Seconds before the first step (`jit`, Adam)", fontsize=12)
         axes[0].legend(frameon=False, fontsize=8)
     figure.savefig(path)
 
@@ -377,18 +372,16 @@ def _draw_case(ax: Axes, case: Case) -> None:
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_growth(ax: Axes, growth: Sequence[Growth]) -> None:
-    for (model, written), found in _series(growth).items():
-        arrays = [g.num_leaves for g in found]
-        for name, (color, value) in _LINES.items():
-            seconds = [value(g) for g in found]
-            dash = _DASHES[written]
-            ax.plot(
-                arrays, seconds, dash, marker="o", ms=4, color=color, label=f"{name}, {written}"
-            )
-        ax.set_title(f"{model}: {found[0].layers} to {found[-1].layers} layers", fontsize=10)
+def _draw_growth(ax: Axes, name: str, growth: Sequence[Growth]) -> None:
+    arrays = [g.num_leaves for g in growth]
+    for label, (color, value) in _LINES.items():
+        seconds = [value(g) for g in growth]
+        ax.plot(arrays, seconds, marker="o", ms=4, color=color, label=label)
+    ax.set_title(f"{name}: {growth[0].layers} to {growth[-1].layers} layers", fontsize=10)
     ax.set_xscale("log")
     ax.set_yscale("log")
+    ax.set_xticks(arrays, [str(n) for n in arrays])
+    ax.minorticks_off()
     ax.set_xlabel("arrays of weights")
     ax.set_ylabel("seconds")
     ax.grid(alpha=0.3)

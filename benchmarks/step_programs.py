@@ -32,7 +32,7 @@ WRITTEN = {
     "shard_map": "a function of one replica in `shard_map`, which averages its gradients",
 }
 VARIANTS = {
-    "replicated": "as it is written: every replica updates everything",
+    "replicated": "the step as it is written; every replica updates everything",
     "ZeRO-1 by hand": "state split on the first dim that divides: under `jit` by `out_shardings`, "
     "in `shard_map` by `psum_scatter` and `all_gather` of each array",
     "shard_step": "the replicated step, untouched, through `shard_step`",

@@ -23,8 +23,8 @@ NORM = collective("all-reduce", 40)
 WHOLE = collective("all-reduce", GRAD_BYTES)
 
 
-def make_run(found, scale=1.0) -> demo.Run:
-    run = demo.Run("", lambda *_: ({}, {}), (), {"w": np.full(1000, scale, np.float32)}, ())
+def make_run(found, name="") -> demo.Run:
+    run = demo.Run(name, lambda *_: ({}, {}), (), {"w": np.ones(1000, np.float32)}, ())
     run.collectives = list(found)
     return run
 
@@ -50,15 +50,15 @@ def test_good_runs_have_no_faults():
 @pytest.mark.parametrize(
     ("plain", "sharded", "difference", "fault"),
     [
-        ([WHOLE], [*GOOD, NORM], 2e-4, "weights differ by 2.0e-04, more than 1e-04"),
-        ([WHOLE], [*GOOD, NORM], float("nan"), "weights differ by nan"),
-        ([WHOLE], [NORM], 0.0, "the sharded step has reduce-scatters of 0 B"),
-        ([WHOLE], [*GOOD, WHOLE], 0.0, "the sharded step has all-reduces of 3.91 KiB"),
+        ([WHOLE], [*GOOD, NORM], 2e-4, "weights of shard_step differ by 2.0e-04, more than 1e-04"),
+        ([WHOLE], [*GOOD, NORM], float("nan"), "weights of shard_step differ by nan"),
+        ([WHOLE], [NORM], 0.0, "the step of shard_step has reduce-scatters of 0 B"),
+        ([WHOLE], [*GOOD, WHOLE], 0.0, "the step of shard_step has all-reduces of 3.91 KiB"),
         ([*GOOD], [*GOOD], 0.0, "does not see the replicated step's all-reduce"),
     ],
 )
 def test_negative_control(plain, sharded, difference, fault):
-    faults = demo.find_faults(make_run(plain), make_run(sharded), difference)
+    faults = demo.find_faults(make_run(plain), make_run(sharded, "shard_step"), difference)
     assert len(faults) == 1, faults
     assert fault in faults[0]
 
@@ -109,19 +109,21 @@ def test_quick_demo(tmp_path):
         env={**os.environ, "COLUMNS": "100"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert str(picture) in done.stdout
     rows = {line.split("│")[1].strip(): line for line in done.stdout.splitlines() if "│" in line}
-    state_ratio = float(rows["optimizer state on each device"].split("│")[-2])
-    assert 1 / 8 <= state_ratio < 1.05 / 8
+    for column in (3, 4):
+        ratio = rows["optimizer state on each device"].split("│")[column]
+        assert 1 / 8 <= float(ratio.split("×")[1].strip(" )")) < 1.05 / 8
+        assert "none" not in rows["reduce-scatter, put in"].split("│")[column]
+    assert "none" in rows["reduce-scatter, put in"].split("│")[2]
     assert {
         "step, median",
-        "update and its collectives, median",
+        "update and collectives, median",
         "sent by each device, on a ring",
     } <= rows.keys()
-    assert "none" in rows["reduce-scatter, put in"].split("│")[2]
-    assert "none" not in rows["reduce-scatter, put in"].split("│")[3]
-    assert done.stdout.startswith("Weight update sharded 8 ways over data")
+    for name in ("shard_updates", "shard_step"):
+        assert f"{name}\nWeight update sharded 8 ways over data" in done.stdout
