@@ -638,7 +638,8 @@ def logical_specs(params: Tree) -> Tree:
 def split_reference(logical: bool = False) -> tuple[Tree, Tree, Tree]:
     """Boxed first weights, and whole weights and moments after training on one device."""
     network = LinenSplit(logical)
-    params = network.init(jax.random.key(0), WIDE)["params"]
+    # On the host, so that donation takes no array of the caller's.
+    params = jax.tree.map(np.asarray, network.init(jax.random.key(0), WIDE)["params"])
     state = train_state.TrainState.create(
         apply_fn=network.apply, params=nn.unbox(params), tx=optax.adamw(0.01)
     )
