@@ -46,11 +46,7 @@ def devices(topology: str | Topology) -> list[Any]:
     topology = Topology.of(topology)
     if topology.chip.platform == "cpu":
         return _cpu_devices(topology)
-    if topology.chip.platform == "gpu":
-        raise MissingCompilerError(
-            f"{topology}: compiling for GPUs without one is not supported; TPU topologies are."
-        )
-    return _tpu_devices(topology)
+    return (_gpu_devices if topology.chip.platform == "gpu" else _tpu_devices)(topology)
 
 
 def _cpu_devices(topology: Topology) -> list[Any]:
@@ -80,6 +76,56 @@ def _tpu_devices(topology: Topology) -> list[Any]:
         return list(topologies.get_topology_desc(name, platform="tpu", **more).devices)
     except Exception as e:
         raise ValueError(f"{topology}: the TPU compiler does not take it: {e}") from e
+
+
+# What XLA's GPU compiler has to know of a chip that is not there, as its GpuTargetConfigProto.
+# Sources: NVIDIA's H100 datasheet and the CUDA guide's table of compute capability 9.0.
+_GPU_TARGETS = {
+    "h100": """
+        gpu_device_info {
+          threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+          shared_memory_per_block: 49152 shared_memory_per_core: 233472
+          shared_memory_per_block_optin: 232448
+          core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+          block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+          registers_per_core_limit: 65536 registers_per_block_limit: 65536
+          memory_bandwidth: 3350000000000 l2_cache_size: 52428800 device_memory_size: 80000000000
+          cuda_compute_capability { major: 9 minor: 0 }
+        }
+        platform_name: "CUDA"
+        dnn_version_info { major: 9 minor: 8 patch: 0 }
+        runtime_version { major: 13 }
+        device_description_str: "NVIDIA H100 80GB HBM3"
+    """
+}
+
+
+@functools.lru_cache(maxsize=8)
+def _gpu_devices(topology: Topology) -> list[Any]:
+    # The plugin would look for a driver and its libraries, none of which compiling needs.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    if _spec_of_gpu_compiler() is None:
+        raise MissingCompilerError(
+            f"{topology}: XLA's GPU compiler is not installed. It needs no GPU: "
+            "pip install 'wusharding[cuda-aot]'"
+        )
+    domains, gpus = topology.dims
+    try:
+        found = topologies.get_topology_desc(
+            topology.chip.name,
+            platform="cuda",
+            target_config=_GPU_TARGETS[topology.chip.name],
+            topology=f"1x{domains}x{gpus}",
+        )
+    except Exception as e:
+        raise ValueError(f"{topology}: the GPU compiler does not take it: {e}") from e
+    return list(found.devices)
+
+
+def _spec_of_gpu_compiler() -> Any:
+    if importlib.util.find_spec("jax_plugins") is None:
+        return None
+    return importlib.util.find_spec("jax_plugins.xla_cuda13")
 
 
 # ------------------------------------------------------------------------------------------ report

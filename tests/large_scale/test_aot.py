@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import wusharding as wus
-from large_scale import aot, cli, hlo, make_mesh, programs, report, shapes
+from large_scale import Topology, aot, cli, hlo, make_mesh, programs, report, shapes
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -198,8 +198,10 @@ def test_no_tpu_compiler(monkeypatch):
         aot.devices("v5e:2x2")
 
 
-def test_no_gpu_compiler():
-    with pytest.raises(aot.MissingCompilerError, match="GPUs without one is not supported"):
+def test_no_gpu_compiler(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    aot._gpu_devices.cache_clear()
+    with pytest.raises(aot.MissingCompilerError, match=r"pip install 'wusharding\[cuda-aot\]'"):
         aot.devices("h100:1x8")
 
 
@@ -246,7 +248,7 @@ def test_the_command_prints_and_keeps_what_it_found(tiny, tmp_path, capsys):
         (["--topology", "v9:4x4"], "no chip 'v9' is known; known are v2"),
         (["--topology", "cpu:8", "--compare", "ours,zero9"], "unknown ['zero9']; need some of"),
         (["--topology", "cpu:64"], "xla_force_host_platform_device_count=64"),
-        (["--topology", "h100:1x8"], "GPUs without one is not supported"),
+        (["--topology", "v5e:4x"], "need CHIP:DIMS"),
     ],
 )
 def test_the_command_refuses_in_words(tiny, capsys, arguments, message):
@@ -411,6 +413,20 @@ def test_the_papers_own_pass_passes_todays_programs_by():
         found = hlo.collectives(lowered.compile(compiler_options=options).as_text())
         texts.append([(c.kind, c.operand_bytes, c.replica_groups) for c in found])
     assert texts[0] == texts[1] and {kind for kind, *_ in texts[0]} == {"all-reduce"}
+
+
+@pytest.mark.skipif(
+    aot._spec_of_gpu_compiler() is None,
+    reason="XLA's GPU compiler is not installed: pip install 'wusharding[cuda-aot]'",
+)
+def test_sixty_four_gpus():
+    mesh, ours = compiled("h100:8x8", "ours")
+    _, replicated = compiled("h100:8x8", "replicated")
+    assert mesh.size == 64 and str(Topology.of(list(mesh.devices.flat))) == "h100:8x8"
+    assert {c.kind for c in ours.collectives} == {"reduce-scatter", "all-gather"}
+    assert ours.sent_bytes <= 1.02 * replicated.sent_bytes
+    assert ours.peak_bytes < replicated.peak_bytes
+    assert not ours.cycles  # the compiler estimates none
 
 
 @needs_libtpu
