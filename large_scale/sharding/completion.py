@@ -126,14 +126,15 @@ class Completion:
         """What XLA's partitioner makes of the same annotations, where it differs.
 
         Compiles the program with each of its arrays (bodies of loops and branches apart) as a
-        result, constrained only where it was annotated, and reads off how they are split.
+        result, constrained only where it was annotated, and reads off how they are split. How
+        arguments are split is the compiler's choice too, where they are not annotated.
         """
         program = self.graph.program
-        made = [v for op in program.ops for v in op.outs if program.avals[v].shape]
-        shardings = [
-            NamedSharding(self.mesh, _spec_of(self._annotated(v), closed=True))
-            for v in program.inputs
-        ]
+        sources = {v: ("input", path) for v, path in zip(program.inputs, self.paths, strict=True)}
+        sources |= {v: (op.source, op.name) for op in program.ops for v in op.outs}
+        made = [v for v in sources if program.avals[v].shape]
+        if not any(d is not None for v in made for d in self._annotated(v)):
+            return []  # nothing puts it on the mesh
         found: dict[int, Any] = {}
 
         def run(leaves: Sequence[Any]) -> list[Any]:
@@ -150,8 +151,7 @@ class Completion:
             jax.ShapeDtypeStruct(program.avals[v].shape, program.avals[v].dtype)
             for v in program.inputs
         ]
-        compiled = jax.jit(run, in_shardings=(shardings,)).lower(structs).compile()
-        sources = {v: (op.source, op.name) for op in program.ops for v in op.outs}
+        compiled = jax.jit(run).lower(structs).compile()
         out = []
         for v, sharding in zip(made, compiled.output_shardings, strict=True):
             ours = self._spec(self.graph, v)

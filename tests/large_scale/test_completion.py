@@ -308,6 +308,12 @@ def test_xlas_partitioner_chooses_the_same(name):
     assert differences == []
 
 
+def test_without_annotations_there_is_nothing_to_compare():
+    plan = complete(mlp, *MLP, mesh=mesh())
+    assert plan.compare() == []
+    assert {v.spec for v in plan.values()} == {P()}
+
+
 def test_the_comparison_sees_a_difference():
     """Negative control."""
     fun, args, specs = PROGRAMS["mlp"]
