@@ -63,6 +63,10 @@ def one():
     return step, arguments(AbstractMesh((1,), ("data",), axis_types=(AxisType.Explicit,)))
 
 
+def all_small():
+    return step, arguments(), {"min_shard_elems": 10**6}
+
+
 def nothing_goes_round():
     return (lambda w, x: jnp.mean(x @ w)), (shape((ROWS, 3)), shape((64, ROWS), P("data")))
 
@@ -226,8 +230,9 @@ class _Page(HTMLParser):
         ("train.py:no_mesh", 1, "no mesh: found neither"),
         ("train.py:other_axis", 1, "model"),
         ("train.py:step_raises", 1, "not today"),
-        ("train.py:one", 3, "The mesh has one device along data"),
-        ("train.py:nothing_goes_round", 3, "Nothing goes round"),
+        ("train.py:one", 3, "to shard over have size 1"),
+        ("train.py:all_small", 3, "too small to split"),
+        ("train.py:nothing_goes_round", 3, "no weights or state were found"),
     ],
 )
 def test_refuses(source: str, code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:

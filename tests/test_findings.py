@@ -237,6 +237,12 @@ def test_a_gradient_of_16_bits_is_summed_in_32() -> None:
     step = step_of(lambda w, x: lax.pmean(jax.grad(half_loss)(w, x), "data"), check_vma=False)
     (f,) = found("wide-sum", step)
     assert f.moved_bytes == W.size * 2
+    assert not f.mended
+    (f,) = found("wide-sum", step, scatter_dtype=BF16)
+    assert f.mended
+    plan = wus.analyze(step, W, STATE, BATCH, scatter_dtype=BF16)
+    (row,) = [t for t in plan.traffic if t.kind == "reduce-scatter"]
+    assert row.operand_bytes == W.size * 2
 
 
 @pytest.mark.parametrize(
@@ -303,6 +309,19 @@ def test_gradients_are_called_scattered_where_the_plan_scatters_them(formats: st
     plan = wus.analyze(step, w, jax.eval_shape(TX.init, w), x, formats=formats)
     whole = sum(t.operand_bytes for t in plan.traffic if t.kind == "all-reduce")
     assert sum(f.moved_bytes for f in plan.findings if f.code == "not-scattered") == whole
+
+
+def test_statistics_of_the_batch_are_no_gradients() -> None:
+    def gradient(w: jax.Array, x: jax.Array) -> jax.Array:
+        def normed_loss(w: jax.Array) -> jax.Array:
+            centred = x - lax.pmean(jnp.mean(x, axis=0), "data")
+            return jnp.mean((centred * w) ** 2)
+
+        return lax.pmean(jax.grad(normed_loss)(w), "data")
+
+    w = shape((17,), P())
+    step = step_of(gradient, check_vma=False)
+    assert not found("not-scattered", step, w, jax.eval_shape(TX.init, w), BATCH)
 
 
 # ------------------------------------------------------------------------------------- needed-whole

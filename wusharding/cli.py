@@ -7,7 +7,6 @@ import dataclasses
 import importlib.util
 import json
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -103,8 +102,6 @@ def _analyze(options: argparse.Namespace) -> int:
             print("\n".join(["", *time_lines(times)]))
     if options.html is not None:
         print(f"wrote {options.html}", file=sys.stderr)
-    if not any(leaf.held_bytes < leaf.logical_bytes for leaf in (*plan.state, *plan.updates)):
-        raise _Stop(NOTHING_SHARDED, f"{options.source}: nothing would be sharded. {_why(plan)}")
     return 0
 
 
@@ -189,6 +186,8 @@ def _plan(
         raise _Stop(
             CANNOT_ANALYZE, f"{error} FUNCTION hands it over in its options, as {{'mesh': mesh}}."
         ) from error
+    except wus.UnsupportedStepError as error:
+        raise _Stop(NOTHING_SHARDED, f"nothing would be sharded: {error}") from error
     except (wus.ShardingError, ValueError) as error:
         raise _Stop(CANNOT_ANALYZE, f"{error}") from error
     except Exception as error:
@@ -218,15 +217,3 @@ def _as_json(plan: wus.StepPlan, times: Times | None) -> str:
     data = json.loads(plan.to_json())
     data["times"] = None if times is None else dataclasses.asdict(times)
     return json.dumps(data, indent=2)
-
-
-def _why(plan: wus.StepPlan) -> str:
-    if not plan.weights and not plan.state:
-        return (
-            "Nothing goes round in it: no output is made from the argument of the same tree. "
-            "Return the new weights and state as they come in."
-        )
-    if plan.num_shards == 1:
-        return f"The mesh has one device along {', '.join(plan.axes)}."
-    reasons = dict.fromkeys(re.sub(r" \[.*", "", leaf.why) for leaf in plan.state if leaf.why)
-    return f"Why: {'; '.join(reasons) or 'no weight has a dim that could be split'}."

@@ -23,6 +23,8 @@ from wusharding.analysis.sums import Origin, Sums, is_narrower
 from wusharding.analysis.update import Region
 from wusharding.jaxprs import CROSSINGS, Op, is_extended
 
+_WORTH_NAMING = 100  # state that stays whole is a finding from 1/100 of all state on
+
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
@@ -148,7 +150,6 @@ def _programs(sums: Sums, known: Mapping[int, Origin], turns: int = 1) -> Iterat
 
 class _Again(NamedTuple):
     where: str
-    first: str
     scales: bool
     was_divided: bool
 
@@ -156,6 +157,7 @@ class _Again(NamedTuple):
 def _sums_of_equals(step: _Step) -> Iterator[Finding]:
     n = step.replicas.num_replicas
     costs: dict[_Again, int] = {}
+    firsts: dict[_Again, dict[str, None]] = {}
     for at in _programs(step.sums, {}):
         for k, op in enumerate(at.sums.facts.program.ops):
             if not at.sums.repeats(k):
@@ -164,14 +166,12 @@ def _sums_of_equals(step: _Step) -> Iterator[Finding]:
                 if v not in at.sums.data:
                     continue  # a constant: how replicas are counted
                 origin = at.origins.get(v)
-                again = _Again(
-                    op.source,
-                    "" if origin is None else origin.op.source,
-                    not at.sums.is_divided_after(out),
-                    origin is None or origin.divided,
-                )
+                was_divided = origin is None or origin.divided
+                again = _Again(op.source, not at.sums.is_divided_after(out), was_divided)
                 size = at.sums.facts.program.avals[v].nbytes * at.turns
                 costs[again] = costs.get(again, 0) + size
+                lines = firsts.setdefault(again, {})
+                lines |= {} if origin is None else {origin.op.source: None}
     for again, cost in costs.items():
         if again.scales:
             effect = f"The sum multiplies them by {n}."
@@ -182,7 +182,9 @@ def _sums_of_equals(step: _Step) -> Iterator[Finding]:
                 f"The division by {n} after it only undoes that: the result is the sum over "
                 f"replicas, {n} times their mean."
             )
-        why = f": they were summed in {again.first}" if again.first else ""
+        lines = [*firsts[again]]
+        more = f" and {_count(len(lines) - 1, 'other line')}" if len(lines) > 1 else ""
+        why = f": they were summed in {lines[0]}{more}" if lines else ""
         yield Finding(
             "sum-of-equals",
             f"Summed over {step.axes}, but equal on all {n} replicas already{why}. {effect}",
@@ -302,6 +304,9 @@ def _whole_state(step: _Step) -> Iterator[Finding]:
         for leaf, o in rows
         if leaf.why and leaf.aval.size > 1 and not is_extended(leaf.dtype)
     ]
+    total = sum(leaf.aval.nbytes for leaf, _ in rows)
+    if total * _WORTH_NAMING < sum(step.ins[i].aval.nbytes for i, _ in step.update.aux):
+        return
     for why in dict.fromkeys(leaf.why for leaf, _ in rows):
         same = [(leaf, o) for leaf, o in rows if leaf.why == why]
         same.sort(key=lambda row: -row[0].aval.nbytes)
@@ -328,8 +333,8 @@ def made_at(update: StepUpdate, output: int) -> str:
     """The line that makes an output of a step."""
     makers = {v: op for op in update.program.ops for v in op.outs}
     op = makers.get(update.program.outputs[output])
-    while op is not None and op.name in CROSSINGS:
-        op = makers.get(op.ins[0])
+    while op is not None and (op.name in CROSSINGS or ":" not in op.source):
+        op = makers.get(op.ins[0]) if op.ins else None
     return "unknown line" if op is None else op.source
 
 
@@ -354,9 +359,9 @@ def _wide_sums(step: _Step) -> Iterator[Finding]:
             where,
             size // 2,
             0,
-            False,
-            "Sum before the cast: differentiate with respect to the 16-bit weights, reduce, then "
-            "cast. The sum itself is then rounded to 16 bits: compare loss curves first.",
+            step.update.style.scatter_dtype is not None,
+            "shard_step(..., scatter_dtype=...), or sum before the cast: differentiate with "
+            "respect to 16-bit weights, reduce, cast. That rounds the sum: compare loss curves.",
         )
 
 
@@ -437,7 +442,10 @@ def _not_scattered(step: _Step) -> Iterator[Finding]:
     split = {step.ins[i].aval.size for i in step.split_weights()}
     costs: dict[str, int] = {}
     for m in reduced:
-        if m.after.span is None and m.aval.size in split and ends[m.dest] not in scattered:
+        if m.after.span is not None or m.aval.size not in split or ends[m.dest] in scattered:
+            continue
+        # What the forward pass reads is no gradient: statistics of the batch, say.
+        if step.update.region.whole.isdisjoint(sums.chain(moves.first(m))):
             maker = sums.maker(ends[m.dest])
             where = "unknown line" if maker is None else maker.source
             costs[where] = costs.get(where, 0) + m.aval.nbytes
