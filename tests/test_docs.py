@@ -8,7 +8,10 @@ import pytest
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
 
 
-@pytest.mark.parametrize("page", ["analyze.md", "checkpoints.md", "flax.md", "model_parallel.md"])
+PAGES = ["analyze.md", "checkpoints.md", "flax.md", "model_parallel.md", "shard_step.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_examples_run(page: str) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
     assert blocks
