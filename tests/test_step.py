@@ -328,3 +328,15 @@ def test_what_cannot_be_sharded_is_refused_or_runs_as_written(mesh8_auto: Mesh) 
         found = step(params, state, *whole)
     assert_close(found, jax.jit(global_step)(params, state, *whole))
     assert_close(step(params, state, *whole), found)
+
+
+@pytest.mark.parametrize("weights", ["whole", "split"])
+def test_shards_along_torus_lines_keep_their_own_order(weights: Any, mesh8_auto: Mesh) -> None:
+    args = arguments(mesh8_auto)
+    lines = {"data": (((6, 1, 0, 3), (2, 5, 4, 7)), ((6, 2), (1, 5), (0, 4), (3, 7)))}
+    step = wus.shard_step(global_step, mesh=mesh8_auto, weights=weights, lines=lines)
+    found = run(step, args)
+    assert_close(step.unshard(found), run(jax.jit(global_step), args))
+    assert_close(step.unshard(step.shard(*args)[:2]), args[:2])
+    sizes = [len(c.groups[0]) for c in collectives(step.lower(*args).compile().as_text())]
+    assert sorted(sizes) == [2, 2, 4, 4, 8]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -16,6 +16,7 @@ from wusharding.analysis.assign import Assignment, assign, decided, why_whole
 from wusharding.analysis.choose import FormatChoice, Target, bucket_sizes, lanes_of
 from wusharding.analysis.decide_step import Style
 from wusharding.analysis.layout import Leaf
+from wusharding.analysis.lines import Lines
 from wusharding.analysis.placement import Placement, Replicas, Tiles, spec_tiles
 from wusharding.analysis.replication import Spread
 from wusharding.analysis.schedule import Schedule
@@ -59,6 +60,7 @@ class StepOptions:
     formats: FormatChoice
     min_shard_elems: int
     bucket_bytes: int
+    lines: Mapping[str, Lines] | None
     style: Style
     on_unsupported: Literal["raise", "warn"]
     target: Target | None
@@ -119,6 +121,7 @@ def shard_step(
     donate_argnums: int | Sequence[int] | None = None,
     on_unsupported: Literal["raise", "warn"] = "raise",
     target: Target | None = None,
+    lines: Mapping[str, Lines] | None = None,
 ) -> ShardedStep:
     """Shards the weight update that is found in a train step, as the step is written.
 
@@ -151,6 +154,7 @@ def shard_step(
       on_unsupported: what to do with a step in which nothing can be sharded, or which treats as
         replicated what is not: "raise" an error that says why, or "warn" and run it as written.
       target: "cpu", "gpu" or "tpu", what formats are chosen for; None takes the mesh's devices'.
+      lines: torus lines, as for `shard_updates`.
 
     Returns:
       A `ShardedStep`, called like `step`.
@@ -171,6 +175,7 @@ def shard_step(
         formats=checks.check_choice("formats", formats, checks.FORMAT_CHOICES),
         min_shard_elems=checks.check_count("min_shard_elems", min_shard_elems, 0),
         bucket_bytes=checks.check_count("bucket_bytes", bucket_bytes, 1),
+        lines=lines,
         style=Style(
             checks.check_choice("weights", weights, ("whole", "split", "layers")),
             checks.check_choice("accumulate", accumulate, ("whole", "shards")),
@@ -262,15 +267,31 @@ class ShardedStep:
         """State as the step returns it, back in logical shapes; lossless.
 
         Args:
-          tree: an argument of the step, one that it returned, or any subtree of these.
+          tree: an argument of the step, a result, any part of these, or a tree of such parts.
+
+        Raises:
+          StateMismatchError: it is none of these, or may be several that are stored differently.
         """
+        if not self._built:
+            raise StateMismatchError("unshard: the step has not run yet: nothing is sharded.")
         leaves, treedef = jax.tree.flatten(tree)
-        built, found = self._find(treedef, leaves)
+        known = self._find(treedef, leaves)
+        if known is None:
+            children, outer = jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)
+            if not children or children[0] is tree:
+                raise StateMismatchError(
+                    f"unshard: found {treedef} of shapes {[tuple(x.shape) for x in leaves]}, which "
+                    "is no part of the step's arguments or results. Hand over an argument, a "
+                    "result, or a part of these."
+                )
+            return outer.unflatten(map(self.unshard, children))
+        built, found = known
         out = list(leaves)
         split = [
             i
             for i, leaf in enumerate(found)
             if tuple(leaves[i].shape) != leaf.logical_shape(built.replicas)
+            or _is_reordered(leaf, built.replicas, leaves[i])
         ]
         whole = _convert(built, [found[i] for i in split], [leaves[i] for i in split], back=True)
         for i, x in zip(split, whole, strict=True):
@@ -296,26 +317,33 @@ class ShardedStep:
 
     # -------------------------------------------------------------------------------------- looking
 
-    def _find(self, treedef: Any, leaves: Sequence[Any]) -> tuple[Built, Sequence[Leaf]]:
-        """The leaves that a tree has in the arguments or results of the step."""
-        if not self._built:
-            raise StateMismatchError("unshard: the step has not run yet: nothing is sharded.")
+    def _find(self, treedef: Any, leaves: Sequence[Any]) -> tuple[Built, Sequence[Leaf]] | None:
+        """The leaves that a tree has in the arguments or results of the step; None if none has."""
+        found: tuple[Built, Sequence[Leaf]] | None = None
         for built in reversed(list(self._built.values())):
             for tree, known in (
                 (built.args_def.unflatten([0] * len(built.ins)), built.ins),
                 (jax.tree.map(lambda _: 0, built.out_shape), built.outs),
             ):
                 for node in nodes(tree):
-                    found = known[node.start : node.stop]
-                    if node.treedef == treedef and all(
+                    part = known[node.start : node.stop]
+                    if node.treedef != treedef or not all(
                         tuple(x.shape) in _shapes(leaf, built.replicas)
-                        for leaf, x in zip(found, leaves, strict=True)
+                        for leaf, x in zip(part, leaves, strict=True)
                     ):
-                        return built, found
-        raise StateMismatchError(
-            f"unshard: found a tree {treedef} that is no part of the step's arguments or results, "
-            "or whose arrays have other shapes. Hand over an argument, a result, or a subtree."
-        )
+                        continue
+                    if found is None:
+                        found = (built, part)
+                    elif any(
+                        (a.shape, a.placement) != (b.shape, b.placement)
+                        and tuple(x.shape) != a.logical_shape(built.replicas)
+                        for a, b, x in zip(part, found[1], leaves, strict=True)
+                    ):
+                        raise StateMismatchError(
+                            f"unshard: {treedef} with these shapes may be several parts of the "
+                            "step's state, stored in different ways. Hand over the whole argument."
+                        )
+        return found
 
     def _for(self, args: tuple[Any, ...]) -> Built:
         leaves, treedef = jax.tree.flatten(args)
@@ -353,7 +381,7 @@ class ShardedStep:
         mesh = self._mesh_for(leaves)
         axis_sizes = tuple((str(n), s) for n, s in mesh.shape.items())
         shard_axes = options.shard_axes
-        lines = lines_of(None, mesh, shard_axes, mesh.shape)
+        lines = lines_of(options.lines, mesh, shard_axes, mesh.shape)
         replicas = Replicas(axis_sizes, options.reduce_axes, shard_axes, lines)
         context = Context(False, False, replicas, mesh, tuple(mesh.axis_names))
         structs = [_struct(x, mesh) for x in leaves]
@@ -565,7 +593,18 @@ def _unstored(built: Built, leaves: Sequence[Any]) -> list[int]:
         i
         for i, (leaf, x) in enumerate(zip(built.ins, leaves, strict=True))
         if tuple(x.shape) != leaf.stored_shape(built.replicas)
+        or (_may_be_reordered(leaf, built.replicas) and not _is_reordered(leaf, built.replicas, x))
     ]
+
+
+def _may_be_reordered(leaf: Leaf, replicas: Replicas) -> bool:
+    """Along torus lines shards lie in an order of their own, though the shape may be the same."""
+    return bool(replicas.shard_numbers) and leaf.placement.span is not None
+
+
+def _is_reordered(leaf: Leaf, replicas: Replicas, x: Any) -> bool:
+    """Whether an array in that case comes as it is stored: split so already."""
+    return _may_be_reordered(leaf, replicas) and _spec_of(x) == leaf.spec(replicas)
 
 
 def _check_copies(built: Built, leaves: Sequence[Any], which: Iterable[int]) -> None:
