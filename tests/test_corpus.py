@@ -137,7 +137,14 @@ def modes_of(name: str) -> tuple[str, ...]:
     return module.MODES
 
 
-PAIRS = [(name, mode) for name in FILES for mode in modes_of(name)]
+# Steps that take long to compile: of these `make test` runs the first mode alone.
+LONG = ("lamb_bert", "lars_resnet", "linen_train_state", "muon", "transformer_manual", "gan")
+
+PAIRS = [
+    pytest.param(name, mode, marks=[pytest.mark.slow] if name in LONG and i else [])
+    for name in FILES
+    for i, mode in enumerate(modes_of(name))
+]
 
 
 @pytest.mark.parametrize(("name", "mode"), PAIRS)
