@@ -340,3 +340,34 @@ def test_shards_along_torus_lines_keep_their_own_order(weights: Any, mesh8_auto:
     assert_close(step.unshard(step.shard(*args)[:2]), args[:2])
     sizes = [len(c.groups[0]) for c in collectives(step.lower(*args).compile().as_text())]
     assert sorted(sizes) == [2, 2, 4, 4, 8]
+
+
+@pytest.mark.parametrize("weights", ["whole", "split"])
+def test_nothing_communicates_where_replicas_choose_differently(
+    weights: Any, mesh8_auto: Mesh
+) -> None:
+    def ragged_loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        turns, scale = lax.while_loop(
+            lambda c: c[1] < jnp.abs(lax.stop_gradient(x)).max(),
+            lambda c: (c[0] + 1, c[1] + jnp.exp(-(lax.stop_gradient(params["w2"]) ** 2)).sum()),
+            (0, 0.0),
+        )
+        del turns
+        half = lax.cond(x[0, 0] > 0, lambda p: p["w2"].sum(), lambda p: -p["w2"].sum(), params)
+        return loss_fn(params, x, y) + 0.01 * half / (1 + scale)
+
+    def ragged(params: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
+        loss, grads = lax.pmean(jax.value_and_grad(ragged_loss)(params, x, y), "data")
+        updates, state = TX.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    written = jax.shard_map(
+        ragged,
+        mesh=mesh8_auto,
+        in_specs=(P(), P(), P("data"), P("data")),
+        out_specs=P(),
+        check_vma=False,
+    )
+    args = arguments(mesh8_auto)
+    step = wus.shard_step(written, mesh=mesh8_auto, weights=weights)
+    assert_close(step.unshard(run(step, args)), run(jax.jit(written), args))

@@ -64,7 +64,7 @@ def find_region(facts: Facts, kept: Sequence[int]) -> Region:
         op = program.ops[k]
         if k in facts.touched:
             forward.add(k)
-            if op.subs and not _one_sided(op, facts):
+            if op.subs and not _one_sided(k, op, facts):
                 bodies[k] = tuple(
                     find_region(body, _kept(body.program, op)) for body in facts.bodies[k]
                 )
@@ -100,8 +100,11 @@ def _hands_out(op: Op, facts: Facts) -> bool:
     return op.name == "leave_manual" and not facts.spreads[op.ins[0]].axes()
 
 
-def _one_sided(op: Op, facts: Facts) -> bool:
+def _one_sided(k: int, op: Op, facts: Facts) -> bool:
     """A choice that replicas may make differently: nothing may communicate in it."""
+    if op.name == "while":
+        test = facts.bodies[k][0]
+        return bool(test.varies(test.program.outputs[0]))
     return op.name == "cond" and bool(facts.varies(op.ins[0]))
 
 
