@@ -148,6 +148,19 @@ class Times:
 
 
 @dataclasses.dataclass(frozen=True)
+class Zeros:
+    """A primitive without operands that makes zeros of a shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    name: str = "zeros"
+    multiple_results: bool = False
+
+    def bind(self, **params: Any) -> Any:
+        return jnp.zeros(self.shape, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
 class ScatterIntoZeros:
     """A primitive that scatters into zeros of a shape and dtype: of indices and updates."""
 

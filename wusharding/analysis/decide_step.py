@@ -42,6 +42,7 @@ from wusharding.jaxprs import (
     RandomTile,
     ScatterIntoZeros,
     Times,
+    Zeros,
     itemsize,
 )
 
@@ -461,12 +462,12 @@ class _StepDecider(Decider):
             for i, (v, inner) in enumerate(zip(ins, program.inputs, strict=True)):
                 carried, stacked = n_const <= i < first_x, i >= first_x
                 if i in open_sums:
-                    want = replicated(len(self.avals[v].shape))
+                    placed.append(self._zeros(v, op))
                 else:
                     want = self._entering(
                         v, inner, body, facts, region, carried=carried, stacked=stacked
                     )
-                placed.append(self._placed(v, want, "it goes into a loop", op))
+                    placed.append(self._placed(v, want, "it goes into a loop", op))
                 value = self.values[placed[-1]]
                 if i in open_sums:
                     value = value._replace(partial="sum", partial_axes=self.replicas.reduce_axes)
@@ -539,6 +540,14 @@ class _StepDecider(Decider):
         if stacked and have.span is not None and have.span.lo == 0:
             return have.without_span()
         return have
+
+    def _zeros(self, like: int, op: Op) -> int:
+        """Zeros that every device makes for itself, whatever became of those of the program."""
+        aval = self.avals[like]
+        out = self._fresh(like, Value(replicated(len(aval.shape))))
+        fill = Op(Zeros(aval.shape, aval.dtype), {}, (), (out,), (), op.source_infos)
+        self.steps.append(Compute(fill, (), (out,)))
+        return out
 
     def _scattered_by_layer(self, v: int) -> bool:
         """Gradients that a loop over layers stacks, each of which is scattered where it is made."""
