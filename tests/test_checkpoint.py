@@ -161,6 +161,9 @@ def check_pair(source: int, target: int, directory: Any) -> None:
         assert x.sharding == NamedSharding(mesh, P())
 
 
+# https://github.com/NVIDIA/Megatron-LM/issues/659 (16 to 24 devices fails, 16 to 32 works)
+# https://github.com/deepspeedai/DeepSpeed/pull/5105 (another alignment: the state is wrong)
+# https://github.com/deepspeedai/DeepSpeed/issues/2898 (another number of devices is refused)
 @pytest.mark.filterwarnings("ignore::wusharding.ReplicatedUpdateWarning")
 @pytest.mark.parametrize("source", COUNTS)
 def test_saved_on_one_count_restored_on_the_next(source, directory):
@@ -169,6 +172,7 @@ def test_saved_on_one_count_restored_on_the_next(source, directory):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::wusharding.ReplicatedUpdateWarning")
 @pytest.mark.parametrize("target", COUNTS)
 @pytest.mark.parametrize("source", COUNTS)
 def test_all_pairs_of_counts(source, target, directory):
@@ -455,6 +459,8 @@ RESUMED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
+# https://github.com/NVIDIA/Megatron-LM/pull/6920 (Muon goes on from another state, unnoticed)
+# https://github.com/pytorch/xla/pull/6862 (master weights are not saved)
 @pytest.mark.parametrize("apply", [True, False], ids=["apply", "update"])
 @pytest.mark.parametrize("name", RESUMED)
 def test_three_steps_a_save_and_three_more_are_six(name, apply, tmp_path):
