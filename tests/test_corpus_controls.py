@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import wusharding as wus
 from tests.corpus.case import mean_squares, mlp_params, regression, sharded_rows
 from tests.runs import bytes_on_devices, mesh_of, relative_error
-from wusharding.errors import ReplicationError
+from wusharding.errors import ReplicationError, UnsupportedStepError
 
 Tree = Any
 
@@ -126,16 +126,27 @@ def test_the_same_step_is_taken_where_replicas_agree() -> None:
     assert max(bytes_on_devices(found[1]).values()) < max(bytes_on_devices(wanted[1]).values()) / 4
 
 
-@pytest.mark.parametrize("change", (own_noise, one_leaf_not_reduced, skipped_by_own_loss))
-def test_replicas_that_drift_apart_in_pmap_are_left_alone(change: Callable[..., Tree]) -> None:
-    """`pmap` declares nothing: each replica's weights may be its own, and stay what they were."""
+def pmapped(change: Callable[..., Tree]) -> tuple[Any, Any, Any, Any]:
+    """A sharded step and the plain one, in `pmap`; its state and keys, stacked."""
     mesh = mesh_of({"data": 8}, auto=True)
     params = mlp_params()
     state = jax.tree.map(lambda x: jnp.stack([x] * 8), (params, tx.init(params)))
     keys = jnp.stack([jax.random.PRNGKey(0)] * 8)
     step = jax.pmap(step_with(change), axis_name="data", devices=list(mesh.devices.flat))
-    sharded = wus.shard_step(step, mesh=mesh)
-    wanted, found = state, state
+    return wus.shard_step(step, mesh=mesh), step, state, keys
+
+
+@pytest.mark.parametrize("change", (own_noise, skipped_by_own_loss))
+def test_replicas_that_all_drift_apart_in_pmap_are_refused(change: Callable[..., Tree]) -> None:
+    sharded, _, state, keys = pmapped(change)
+    with pytest.raises(UnsupportedStepError, match=r"differs between replicas is left alone"):
+        sharded(*state, keys, *sharded_rows(regression(0)))
+
+
+def test_an_array_that_drifts_apart_in_pmap_is_left_alone() -> None:
+    """`pmap` declares nothing: each replica's bias is its own, and stays what it was."""
+    sharded, step, wanted, keys = pmapped(one_leaf_not_reduced)
+    found = wanted
     for n in range(2):
         batch = sharded_rows(regression(n))
         *wanted, loss = step(*wanted, keys, *batch)
@@ -144,7 +155,7 @@ def test_replicas_that_drift_apart_in_pmap_are_left_alone(change: Callable[..., 
         assert relative_error((plain, found_loss), (tuple(wanted), loss)) < 1e-5
 
 
-def test_replicas_with_weights_of_their_own_keep_them() -> None:
+def test_a_step_whose_replicas_have_weights_of_their_own_is_refused() -> None:
     """Local SGD: weights are split over the replicas, and nothing is taken for a copy."""
     mesh = mesh_of({"data": 8}, auto=True)
 
@@ -165,11 +176,6 @@ def test_replicas_with_weights_of_their_own_keep_them() -> None:
     params = mlp_params()
     state = jax.tree.map(lambda x: jnp.stack([x] * 8), (params, tx.init(params)))
     state = jax.device_put(state, NamedSharding(mesh, P("data")))
-    sharded = wus.shard_step(step, mesh=mesh)
-    wanted, found = state, state
-    for n in range(2):
-        batch = jax.device_put(regression(n), NamedSharding(mesh, P("data")))
-        *wanted, loss = jax.jit(step)(*wanted, *batch)
-        *found, found_loss = sharded(*found, *batch)
-    assert relative_error((found, found_loss), (wanted, loss)) < 1e-5
-    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, wanted)
+    batch = jax.device_put(regression(0), NamedSharding(mesh, P("data")))
+    with pytest.raises(UnsupportedStepError, match=r"differs between replicas is left alone"):
+        wus.shard_step(step, mesh=mesh)(*state, *batch)
