@@ -1,11 +1,11 @@
-"""What the TPU compiler makes of a weight update: replicated, ZeRO-1 by hand, and `shard_updates`.
+"""What XLA makes of a weight update: replicated, ZeRO-1 by hand, and `shard_updates`.
 
     python -m benchmarks.aot                      # all cases; hours on two cores
     python -m benchmarks.aot --case "v5e:16x16 resnet50 lars"
     python -m benchmarks.aot --table              # only the table, from what is kept
 
-Compiles for slices that need not be there (`large_scale.aot`), keeps every report in
-`docs/aot.json`, and writes `docs/aot_table.md` and `docs/aot.png` from all that it holds.
+Compiles for clusters that need not be there (`large_scale.aot`), keeps every report in
+`docs/aot.json`, and writes `docs/aot_table.md` from all that it holds.
 """
 
 from __future__ import annotations

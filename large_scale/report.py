@@ -93,7 +93,7 @@ def draw(reports: Sequence[Report], title: str, path: Path) -> None:
         ("sent by a device, MiB", [{"sent": r.sent_bytes / 2**20} for r in reports]),
         ("peak memory, MiB", [{"peak": r.peak_bytes / 2**20} for r in reports]),
         (
-            "estimated cycles without collectives, thousands",
+            "estimated cycles, thousands",
             [
                 {kind: r.cycles.get(kind, 0) / 1e3 for kind in ("update", "relayout")}
                 for r in reports
