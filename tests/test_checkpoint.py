@@ -461,7 +461,9 @@ RESUMED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 # https://github.com/NVIDIA/Megatron-LM/pull/6920 (Muon goes on from another state, unnoticed)
 # https://github.com/pytorch/xla/pull/6862 (master weights are not saved)
-@pytest.mark.parametrize("apply", [True, False], ids=["apply", "update"])
+@pytest.mark.parametrize(
+    "apply", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["apply", "update"]
+)
 @pytest.mark.parametrize("name", RESUMED)
 def test_three_steps_a_save_and_three_more_are_six(name, apply, tmp_path):
     make, dtype, options = RESUMED[name]

@@ -111,7 +111,9 @@ def largest_file(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("num_bytes", [16, 2000, 20_000])
+@pytest.mark.parametrize(
+    "num_bytes", [2000, *(pytest.param(n, marks=pytest.mark.slow) for n in (16, 20_000))]
+)
 def test_a_full_disk_is_an_error_and_loses_nothing(num_bytes, tmp_path):
     manager = ocp.CheckpointManager(tmp_path)
     save(manager, 1)
