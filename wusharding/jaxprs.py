@@ -148,6 +148,17 @@ class Times:
 
 
 @dataclasses.dataclass(frozen=True)
+class SumOver:
+    """`psum` under a name that JAX binds only where it checks which values vary."""
+
+    name: str
+    multiple_results: bool = False
+
+    def bind(self, x: Any, *, axes: Any, **params: Any) -> Any:
+        return lax.psum(x, axes)
+
+
+@dataclasses.dataclass(frozen=True)
 class Zeros:
     """A primitive without operands that makes zeros of a shape and dtype."""
 
@@ -360,6 +371,8 @@ class _Builder:
                 continue
             subs = _bodies(eqn)
             primitive, params = eqn.primitive, _without_shardings(eqn.params)
+            if primitive.name == "psum_invariant":
+                primitive = SumOver(primitive.name)
             if primitive.name in _ANNOTATIONS:
                 said = {"annotation": primitive.name, "said": eqn.params.get("sharding")}
                 primitive, params = Identity("copy"), params | said

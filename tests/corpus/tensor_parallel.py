@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.corpus.case import Case, normal, regression
 
-MODES = ("unchecked",)
+MODES = ("unchecked", "checked")
 MESH = {"data": 4, "model": 2}
 
 tx = optax.adam(1e-2)

@@ -120,11 +120,16 @@ class Update:
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """Placements of weights and state, and the bytes of each weight that moved for them."""
+    """Placements of weights and state, what is decided with them, and the bytes that move for it.
+
+    `moved_bytes` are those of each weight that was gathered or sent to an owner.
+    """
 
     params: tuple[Placement, ...]
     state: tuple[Placement, ...]
     moved_bytes: Mapping[int, int]
+    schedule: Schedule
+    problems: list[Problem]
 
 
 class Updating(Protocol):
@@ -260,7 +265,8 @@ def _evaluate(
     if orphans:
         propagation = update.propagate(shared, params, dict(enumerate(state)))
     steps, problems = update.schedule(propagation, params, state)
-    return Assignment(tuple(params), tuple(state), _moved_bytes(steps, problems))
+    moved = _moved_bytes(steps, problems)
+    return Assignment(tuple(params), tuple(state), moved, steps, problems)
 
 
 def _moved_bytes(steps: Schedule, problems: Sequence[Problem]) -> dict[int, int]:

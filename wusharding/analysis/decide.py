@@ -354,7 +354,9 @@ class Decider:
         small = free or all(
             self.avals[v].size <= _MAX_LINEAR_PARTIAL_ELEMS for v in (*op.ins, *op.outs)
         )
-        plain = all(v.placement.is_replicated and v.job < 0 for v in values)
+        whole = all(v.placement.is_replicated for v in values)
+        fit = None if whole or not free else self._tile_fit(factors, values)
+        plain = (whole or fit is not None) and all(v.job < 0 for v in values)
         zero = op.name in ("add", "add_any") and all(
             self._is_zero(v) for i, v in enumerate(op.ins) if i not in partial
         )
@@ -363,17 +365,22 @@ class Decider:
             others and not (zero or len(partial) == 1)
         ):
             return False
-        depth = max(v.depth for v in values)
+        if fit is not None:
+            self._compute(op, rule, fit, list(op.ins), uniform=False)
+        else:
+            self._replicated(op, op.ins)
         for out in op.outs:
-            self.values[out] = Value(
-                replicated(len(self.avals[out].shape)),
-                "sum",
-                first.partial_axes,
-                depth=depth,
-                leaf=first.leaf,
+            self.values[out] = self.values[out]._replace(
+                partial="sum", partial_axes=first.partial_axes, leaf=first.leaf
             )
-        self.steps.append(Compute(op, op.ins, op.outs))
         return True
+
+    def _tile_fit(self, factors: Factors, values: Sequence[Value]) -> Fit | None:
+        """How an operation runs on tiles just as they come."""
+        placements = tuple(v.placement for v in values)
+        tiles = tiles_of(factors, placements, self.replicas)
+        fit = try_fit(factors, tiles, None, self.replicas)
+        return fit if fit is not None and fit.ins == placements and not fit.partial else None
 
     def _is_zero(self, v: int) -> bool:
         const = self.program.consts.get(v)

@@ -124,12 +124,13 @@ class StepUpdate:
     def propagate(
         self, shared: Propagation, params: Sequence[Placement], state: Mapping[int, Placement]
     ) -> Propagation:
-        ties = zip((*self.state, *self.params), (*self.new_state, *self.new_params), strict=True)
+        own_state = self.state
+        ties = zip((*own_state, *self.params), (*self.new_state, *self.new_params), strict=True)
         propagation = shared.fresh(ties)
         hint_weights(propagation.hints, self.program, self.params, self.new_params, params)
         for i, p in state.items():
             if not p.is_replicated:
-                propagation.hints[self.state[i]] = p
+                propagation.hints[own_state[i]] = p
         propagation.run()
         pairs = zip(self.params, self.new_params, strict=True)
         numbered = [(a, b, i) for i, (a, b) in enumerate(pairs)]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from wusharding.analysis.assign import Assignment, assign, decided, why_whole
+from wusharding.analysis.assign import Assignment, assign, why_whole
 from wusharding.analysis.choose import FormatChoice, Target, bucket_sizes, lanes_of
 from wusharding.analysis.decide_step import Style
 from wusharding.analysis.layout import Leaf
@@ -77,7 +77,7 @@ class Built:
       outs: how each array that it returns is stored.
       args_def: tree of the arguments.
       out_shape: what it returns, in logical shapes.
-      plan: what was decided.
+      make_plan: says what was decided; a run does not need it.
       fun: the compiled function, of arguments as they are stored.
       seen: not empty once stacks of copies were found to be equal.
     """
@@ -88,9 +88,13 @@ class Built:
     outs: tuple[Leaf, ...]
     args_def: Any
     out_shape: Any
-    plan: StepPlan
+    make_plan: Callable[[], StepPlan]
     fun: Any
     seen: list[bool] = dataclasses.field(default_factory=list)
+
+    @functools.cached_property
+    def plan(self) -> StepPlan:
+        return self.make_plan()
 
     @property
     def replicas(self) -> Replicas:
@@ -410,7 +414,7 @@ class ShardedStep:
         )
         if not any(p.span for p in (*found.params, *found.state)):
             raise UnsupportedStepError(_why_nothing(update, replicas))
-        schedule, problems = decided(update, replicas, found.params, found.state)
+        schedule = found.schedule
         out_paths, _, _ = flatten_with_paths(out_shape)
         ins, outs = _leaves_of(
             update, found, schedule, (paths, out_paths), options, target, replicas
@@ -419,9 +423,12 @@ class ShardedStep:
         if donate is None:
             donate = [k for k, d in enumerate(_per_argument(args, donated)) if d]
         buckets = bucket_sizes(options.bucket_bytes, target)
-        plan = make_step_plan(
-            update, ins, outs, schedule, problems, replicas, buckets, donate, found.params
-        )
+
+        def plan() -> StepPlan:
+            return make_step_plan(
+                update, ins, outs, schedule, found.problems, replicas, buckets, donate, found.params
+            )
+
         run = _runner(context, ins, outs, schedule, buckets)
         out_def = jax.tree.structure(out_shape)
 
