@@ -1,6 +1,8 @@
 """Checkpoints hold logical arrays: they move between device counts, plans, modes, plain optax."""
 
 import functools
+import importlib
+import sys
 from typing import Any
 
 import jax
@@ -397,6 +399,14 @@ def test_weights_are_donated_while_a_save_runs(tmp_path):
     loop.run(grads[1:])
     found = checkpoint.restore(manager, loop.tx, loop.params)
     assert_same_bits((found.params, loop.tx.unshard(found.state)), wanted)
+
+
+def test_without_orbax_the_extra_is_named(monkeypatch):
+    for name in [n for n in sys.modules if n.startswith("wusharding.checkpoint")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    with pytest.raises(ImportError, match=r"pip install 'wusharding\[checkpoint\]'"):
+        importlib.import_module("wusharding.checkpoint")
 
 
 # ---------------------------------------------------------------------------------------- checksums
