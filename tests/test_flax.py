@@ -411,6 +411,10 @@ def test_a_sharded_state_goes_through_bytes():
     ("other", "message"),
     [
         (lambda: made_state(6), r"mesh: serialized as .*8 shards, and the target has .*6 shards"),
+        (
+            lambda: made_state(lines={"data": wus.lines_of_grid((2, 4))[::-1]}),
+            "8 shards, and the target has .*in the order",
+        ),
         (lambda: made_state(formats="dim"), r"state\[0\].mu\['Dense_0'\]\['kernel'\]: serialized"),
     ],
 )

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import wusharding as wus
 from large_scale.hlo import collectives
 from wusharding.jaxprs import RandomTile
+from wusharding.transforms.step import _converter
 
 TX = optax.adam(1e-2)
 
@@ -198,6 +199,18 @@ def test_loops_over_steps_keep_state_split_in_the_carry(
     assert_close(step.unshard(found), run(jax.jit(many), args))
     looped = [c for c in collectives(step.lower(*args).compile().as_text()) if c.in_loop]
     assert sorted(c.kind for c in looped if c.operand_bytes > 8) == ["all-gather", "reduce-scatter"]
+
+
+def test_conversions_compile_once_for_arrays_of_one_form(mesh8_auto: Mesh) -> None:
+    args = arguments(mesh8_auto)
+    step = wus.shard_step(global_step, mesh=mesh8_auto)
+    stored = step.shard(*args)
+    step.unshard(stored)
+    before = _converter.cache_info()
+    again = step.shard(*args)
+    step.unshard(again)
+    assert _converter.cache_info().misses == before.misses
+    assert_close(again, stored, 0.0)
 
 
 def test_a_value_of_one_replica_is_not_taken_for_replicated(mesh8_explicit: Mesh) -> None:

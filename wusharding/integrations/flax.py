@@ -153,8 +153,9 @@ def _layout_to_dict(layout: Layout) -> dict[str, Any]:
     def stored(leaf: Leaf) -> str:
         return f"{leaf.dtype}{list(leaf.shape)} as {leaf.format(replicas) or 'whole'}"
 
+    order = f" in the order {list(replicas.shard_numbers)}" if replicas.shard_numbers else ""
     return {
-        "mesh": f"{dict(replicas.axis_sizes)}, {replicas.num_shards} shards",
+        "mesh": f"{dict(replicas.axis_sizes)}, {replicas.num_shards} shards{order}",
         "state": {leaf.path: stored(leaf) for leaf in layout.state},
         "master": {leaf.path: stored(leaf) for leaf in layout.master_leaves()},
     }

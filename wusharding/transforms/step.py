@@ -655,23 +655,30 @@ def _equals_first(x: Any, index: Any, axes: tuple[str, ...]) -> Any:
 def _convert(
     built: Built, leaves: Sequence[Leaf], arrays: Sequence[Any], *, back: bool = False
 ) -> list[Any]:
-    """Whole arrays as they are stored, or `back`."""
-    if not leaves:
-        return []
-    replicas = built.replicas
-    stored = [leaf.spec(replicas) for leaf in leaves]
-    logical = [leaf.logical_spec() for leaf in leaves]
+    """Whole arrays as they are stored, or `back`; one by one, so that few are there twice."""
+    done = []
+    for leaf, x in zip(leaves, arrays, strict=True):
+        unnamed = dataclasses.replace(leaf, path="", why="")
+        convert, spec = _converter(built.context, unnamed, back)
+        if not is_tracer(x):
+            mesh = checks.concrete_mesh(built.context.mesh)
+            ((x,),) = checks.place([[x]], [[spec]], [("args", (leaf,))], mesh)
+        done.append(convert([x])[0][0])
+    return done
+
+
+@functools.lru_cache(maxsize=1024)
+def _converter(context: Context, leaf: Leaf, back: bool) -> tuple[Any, PartitionSpec]:
+    """Converts arrays of one form, and the spec in which it takes them."""
+    replicas = context.replicas
 
     def body(xs: Sequence[Any]) -> tuple[list[Any]]:
-        storage = Storage(Collectives.here(replicas, BucketSizes(0, 0)))  # each leaf by itself
-        return (storage.unshard(leaves, xs) if back else storage.shard(leaves, xs),)
+        storage = Storage(Collectives.here(replicas, BucketSizes(0, 0)))
+        return (storage.unshard([leaf], xs) if back else storage.shard([leaf], xs),)
 
-    ins, outs = (stored, logical) if back else (logical, stored)
-    if not any(map(is_tracer, arrays)):
-        mesh = checks.concrete_mesh(built.context.mesh)
-        (arrays,) = checks.place([arrays], [ins], [("args", leaves)], mesh)
-    (done,) = jax.jit(mapped(built.context, body, [ins], [outs]))(arrays)
-    return done
+    stored, logical = leaf.spec(replicas), leaf.logical_spec()
+    into, out = (stored, logical) if back else (logical, stored)
+    return jax.jit(mapped(context, body, [[into]], [[out]])), into
 
 
 def _runner(
