@@ -168,6 +168,22 @@ def test_a_step_and_its_sharded_form_agree(name: str, mode: str) -> None:
     sizes = setting.mesh.shape
     found = [c for c in collectives(text) if "data" in c.crossed_axes(sizes)]
     check_collectives(setting.case, state, found)
+    if not any(c.in_loop for c in found) and len(sizes) == 1:
+        check_plan(step.plan, found, widened=name in SIXTEEN_BITS)
+
+
+# Gradients of these are scattered in bfloat16, which the CPU backend widens to float32.
+SIXTEEN_BITS = ("psum_divided_bf16", "mixed_precision")
+
+
+def check_plan(plan: wus.StepPlan, found: Sequence[Collective], *, widened: bool) -> None:
+    """What the plan says of the bytes of each kind of collective is what is compiled."""
+    for kind in ("reduce-scatter", "all-gather", "all-reduce", "all-to-all"):
+        planned = sum(row.operand_bytes for row in plan.traffic if row.kind == kind)
+        real = sum(c.operand_bytes for c in of_kind(found, kind))
+        if widened and kind == "reduce-scatter":
+            planned *= 2
+        assert abs(planned - real) <= 0.01 * real, (kind, planned, real)
 
 
 def update_ops(step: Any) -> collections.Counter[str]:

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from wusharding.analysis.placement import Placement, Replicas
 from wusharding.analysis.schedule import (
     Communicate,
@@ -105,7 +107,10 @@ def _local(move: Move, placement: Placement, replicas: Replicas) -> Aval:
 
 
 def _dtype(move: Move) -> Any:
-    return move.dtype or move.aval.dtype
+    own = move.aval.dtype
+    if move.reduction in ("and", "or") and own == jnp.bool_:
+        return jnp.dtype(jnp.int32)  # what devices agree on by a minimum or maximum
+    return move.dtype or own
 
 
 def _merged(rows: Iterable[Traffic]) -> list[Traffic]:
