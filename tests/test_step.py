@@ -384,3 +384,23 @@ def test_nothing_communicates_where_replicas_choose_differently(
     args = arguments(mesh8_auto)
     step = wus.shard_step(written, mesh=mesh8_auto, weights=weights)
     assert_close(step.unshard(run(step, args)), run(jax.jit(written), args))
+
+
+def test_is_called_by_name_and_inside_of_jit(mesh8_auto: Mesh) -> None:
+    params, state, x, y = arguments(mesh8_auto)
+    step = wus.shard_step(global_step, mesh=mesh8_auto)
+    wanted = step(params, state, x, y)
+    assert_close(step(params, state, y=y, x=x), wanted)
+    mapped = wus.shard_step(in_shard_map(mesh8_auto, check_vma=False), mesh=mesh8_auto)
+
+    @jax.jit
+    def outer(params: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
+        return mapped(*mapped(params, state, x, y)[:2], x, y)
+
+    assert_close(mapped.unshard(outer(params, state, x, y)), step.unshard(step(*wanted[:2], x, y)))
+
+    def named(params: Any, state: Any, x: jax.Array, *, y: jax.Array) -> Any:
+        return global_step(params, state, x, y)
+
+    with pytest.raises(TypeError, match="y: a keyword-only argument"):
+        wus.shard_step(named, mesh=mesh8_auto)(params, state, x, y=y)

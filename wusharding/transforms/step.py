@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -223,15 +224,17 @@ class ShardedStep:
         self._last: Built | None = None
         self._plain: Any = None
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step.
 
         Args:
           *args: those of the step; its state whole, as at first, or as an earlier call returned it.
+          **kwargs: those of its positional arguments that are given by name.
 
         Returns:
           What the step returns; auxiliary state as it is stored (see `unshard`).
         """
+        args = self._positional(args, kwargs) if kwargs else args
         try:
             built = self._for(args)
         except (ReplicationError, UnsupportedStepError) as e:
@@ -241,6 +244,16 @@ class ShardedStep:
         if any(map(is_tracer, jax.tree.leaves(args))):
             return built.fun(*self._stored_inline(built, args))
         return built.fun(*self._placed(built, args))
+
+    def _positional(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """All arguments by position."""
+        bound = inspect.signature(self._step).bind(*args, **kwargs)
+        if bound.kwargs:
+            raise TypeError(
+                f"{', '.join(bound.kwargs)}: a keyword-only argument of the step. Bind it before, "
+                "as by functools.partial."
+            )
+        return bound.args
 
     def _as_written(self, error: Exception) -> Callable[..., Any]:
         """The step itself, once nothing else can be done."""
@@ -718,17 +731,23 @@ def _form_of(x: Any) -> tuple[Any, ...]:
     return x.shape, x.dtype, _spec_of(x)
 
 
+def _sharding_of(x: Any) -> NamedSharding | None:
+    """How an array, a shape or a traced value lies on a mesh, as far as it tells."""
+    found = jax.typeof(x) if is_tracer(x) else x
+    sharding = getattr(found, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
 def _spec_of(x: Any) -> PartitionSpec | None:
-    sharding = (
-        getattr(jax.typeof(x), "sharding", None) if is_tracer(x) else getattr(x, "sharding", None)
-    )
-    return sharding.spec if isinstance(sharding, NamedSharding) else None
+    sharding = _sharding_of(x)
+    return None if sharding is None else sharding.spec
 
 
 def _struct(x: Any, mesh: Any) -> jax.ShapeDtypeStruct:
-    spec = _spec_of(x)
+    own = _sharding_of(x)
+    spec = PartitionSpec() if own is None else own.spec
     # Arrays on a mesh of other axes, as Flax's `replicate` makes them, are moved to this one.
-    if spec is None or not set(x.sharding.mesh.axis_names) <= set(mesh.axis_names):
+    if own is None or not set(own.mesh.axis_names) <= set(mesh.axis_names):
         spec = PartitionSpec()
     sharding = NamedSharding(mesh, spec)
     return jax.ShapeDtypeStruct(
