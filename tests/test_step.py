@@ -39,9 +39,11 @@ def replica_step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
     return optax.apply_updates(params, updates), state, loss
 
 
-def in_shard_map(mesh: Mesh, *, check_vma: bool) -> Callable[..., Any]:
+def in_shard_map(
+    mesh: Mesh, step: Callable[..., Any] = replica_step, *, check_vma: bool = False
+) -> Callable[..., Any]:
     return jax.shard_map(
-        replica_step,
+        step,
         mesh=mesh,
         in_specs=(P(), P(), P("data"), P("data")),
         out_specs=P(),
@@ -219,13 +221,7 @@ def test_a_value_of_one_replica_is_not_taken_for_replicated(mesh8_explicit: Mesh
         noise = lax.axis_index("data").astype(jnp.float32)
         return jax.tree.map(lambda p: p + noise, params), state, loss
 
-    step = jax.shard_map(
-        noisy,
-        mesh=mesh8_explicit,
-        in_specs=(P(), P(), P("data"), P("data")),
-        out_specs=P(),
-        check_vma=False,
-    )
+    step = in_shard_map(mesh8_explicit, noisy)
     with pytest.raises(wus.ReplicationError, match="may differ between replicas"):
         wus.shard_step(step, mesh=mesh8_explicit)(*arguments(mesh8_explicit))
 
@@ -251,13 +247,7 @@ def accumulating(params: Any, state: Any, x: jax.Array, y: jax.Array, *, inside:
 def test_microbatches_are_scattered_once_or_add_up_shards(
     inside: bool, accumulate: Any, mesh8_auto: Mesh
 ) -> None:
-    written = jax.shard_map(
-        functools.partial(accumulating, inside=inside),
-        mesh=mesh8_auto,
-        in_specs=(P(), P(), P("data"), P("data")),
-        out_specs=P(),
-        check_vma=False,
-    )
+    written = in_shard_map(mesh8_auto, functools.partial(accumulating, inside=inside))
     args = arguments(mesh8_auto)
     step = wus.shard_step(written, mesh=mesh8_auto, accumulate=accumulate)
     assert_close(step.unshard(run(step, args)), run(jax.jit(written), args))
@@ -374,13 +364,7 @@ def test_nothing_communicates_where_replicas_choose_differently(
         updates, state = TX.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    written = jax.shard_map(
-        ragged,
-        mesh=mesh8_auto,
-        in_specs=(P(), P(), P("data"), P("data")),
-        out_specs=P(),
-        check_vma=False,
-    )
+    written = in_shard_map(mesh8_auto, ragged)
     args = arguments(mesh8_auto)
     step = wus.shard_step(written, mesh=mesh8_auto, weights=weights)
     assert_close(step.unshard(run(step, args)), run(jax.jit(written), args))

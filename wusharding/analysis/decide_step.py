@@ -241,12 +241,11 @@ class _StepDecider(Decider):
 
     def _forward(self, k: int, op: Op) -> bool:
         """A part of the forward or backward pass, on tiles; False to run it as the update runs."""
-        if any(self.values[v].partial for v in op.ins):
-            rule, factors = RULES.get(op.name), self.propagation.factors[k]
-            if rule is not None and factors is not None and self._linear(op, rule, factors):
-                return True
-        ins = [self._settled(v) for v in op.ins]
         rule, factors = RULES.get(op.name), self.propagation.factors[k]
+        open_sum = any(self.values[v].partial for v in op.ins)
+        if open_sum and rule and factors and self._linear(op, rule, factors):
+            return True
+        ins = [self._settled(v) for v in op.ins]
         split = any(self.values[v].placement.span for v in ins)
         if (
             split

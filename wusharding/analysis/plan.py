@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from wusharding.analysis.layout import Layout, Leaf, travel_dtype
 from wusharding.analysis.placement import Placement, Replicas
@@ -44,8 +44,57 @@ class LeafPlan:
     why: str
 
 
+class Explained:
+    """What every kind of plan has and says in the same way; subclasses are dataclasses.
+
+    `_totals` names the properties that stand in the JSON beside the fields.
+    """
+
+    num_shards: int
+    num_replicas: int
+    axes: tuple[str, ...]
+    state: tuple[LeafPlan, ...]
+    traffic: tuple[Traffic, ...]
+    owned: tuple[int, int]
+    _totals: ClassVar[tuple[str, ...]]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the whole state, unpadded: what each device holds of it if nothing is split."""
+        return sum(leaf.logical_bytes for leaf in self.state)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of state on one device."""
+        return sum(leaf.held_bytes for leaf in self.state)
+
+    def to_json(self) -> str:
+        """The plan as JSON, totals included."""
+        totals = {name: getattr(self, name) for name in self._totals}
+        fields = dataclasses.asdict(self)  # pyright: ignore[reportArgumentType]
+        return json.dumps(fields | totals, indent=2, default=str)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> list[str]:
+        raise NotImplementedError
+
+    def _title(self) -> str:
+        replicas = (
+            f" ({self.num_replicas} replicas)" if self.num_replicas != self.num_shards else ""
+        )
+        return f"Weight update sharded {self.num_shards} ways over {', '.join(self.axes)}{replicas}"
+
+    def _owned_lines(self) -> list[str]:
+        jobs, owners = self.owned
+        if not jobs:
+            return []
+        return ["", f"Matrix work: {jobs} jobs, each done once, shared by {owners} replicas"]
+
+
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(Explained):
     """What is sharded, how, what it saves and moves, and what is not and why.
 
     `print(plan)` explains it; `plan.to_json()` is the same as data.
@@ -72,15 +121,7 @@ class Plan:
     owned: tuple[int, int]
     reduced_hint: str
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the whole state, unpadded."""
-        return sum(leaf.logical_bytes for leaf in self.state)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of state on one device."""
-        return sum(leaf.held_bytes for leaf in self.state)
+    _totals = ("state_bytes", "held_bytes", "replicated_bytes", "storage_factor")
 
     @property
     def replicated_bytes(self) -> int:
@@ -92,25 +133,9 @@ class Plan:
         """Bytes held on one device over its fair share, state / N; 1 is perfect."""
         return self.held_bytes * self.num_shards / self.state_bytes if self.state_bytes else 1.0
 
-    def to_json(self) -> str:
-        """The plan as JSON, totals included."""
-        data = dataclasses.asdict(self) | {
-            "state_bytes": self.state_bytes,
-            "held_bytes": self.held_bytes,
-            "replicated_bytes": self.replicated_bytes,
-            "storage_factor": self.storage_factor,
-        }
-        return json.dumps(data, indent=2, default=str)
-
-    def __str__(self) -> str:
-        return "\n".join(self._lines())
-
     def _lines(self) -> list[str]:
         lines = [
-            f"Weight update sharded {self.num_shards} ways over {', '.join(self.axes)}"
-            + (f" ({self.num_replicas} replicas)" if self.num_replicas != self.num_shards else "")
-        ]
-        lines += [
+            self._title(),
             f"  state      {bytes_text(self.state_bytes)} in all, "
             f"{bytes_text(self.held_bytes)} on each device, "
             f"{self.storage_factor:.4f} of a fair share",
@@ -119,14 +144,9 @@ class Plan:
         lines += ["", "Weights"] + leaf_lines(self.params)
         lines += ["", "State"] + leaf_lines(self.state)
         lines += ["", "Collectives of a step (bytes that one device puts in)"]
-        lines += [
-            f"  {t.kind:<15}{t.count:>5}  {bytes_text(t.operand_bytes):>12}  {t.purpose}"
-            for t in self.traffic
-        ] or ["  none"]
+        lines += traffic_lines(self.traffic)
         lines += [f"  {self.reduced_hint}"]
-        if self.owned[0]:
-            jobs, owners = self.owned
-            lines += ["", f"Matrix work: {jobs} jobs, each done once, shared by {owners} replicas"]
+        lines += self._owned_lines()
         if self.whole:
             lines += [
                 "",
@@ -370,6 +390,13 @@ def leaf_lines(leaves: Sequence[LeafPlan], *, before: bool = False) -> list[str]
     if len(leaves) > _MAX_ROWS:
         lines.append(f"  ... and {len(leaves) - _MAX_ROWS} more (all of them in to_json())")
     return lines or ["  none"]
+
+
+def traffic_lines(rows: Sequence[Traffic]) -> list[str]:
+    """A line for each kind of collective."""
+    return [
+        f"  {t.kind:<15}{t.count:>5}  {bytes_text(t.operand_bytes):>12}  {t.purpose}" for t in rows
+    ] or ["  none"]
 
 
 def problem_lines(problems: Sequence[Problem]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Collection, Iterable, Sequence
 
@@ -11,11 +10,13 @@ from wusharding.analysis.findings import Finding, find_faults, finding_lines, ma
 from wusharding.analysis.layout import Leaf
 from wusharding.analysis.placement import Placement, Replicas
 from wusharding.analysis.plan import (
+    Explained,
     LeafPlan,
     bytes_text,
     leaf_lines,
     leaf_plan,
     problem_lines,
+    traffic_lines,
 )
 from wusharding.analysis.replication import SUMS, Facts
 from wusharding.analysis.schedule import (
@@ -32,7 +33,7 @@ from wusharding.formats.buckets import BucketSizes
 
 
 @dataclasses.dataclass(frozen=True)
-class StepPlan:
+class StepPlan(Explained):
     """What is sharded in a train step, what it saves and moves, and what is not and why.
 
     `print(plan)` explains it; `plan.to_json()` is the same as data.
@@ -65,15 +66,7 @@ class StepPlan:
     findings: tuple[Finding, ...] = ()
     updates: tuple[LeafPlan, ...] = ()
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of state on each device before: all of it, unpadded."""
-        return sum(leaf.logical_bytes for leaf in self.state)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of state on each device, sharded."""
-        return sum(leaf.held_bytes for leaf in self.state)
+    _totals = ("state_bytes", "held_bytes", "weight_bytes")
 
     @property
     def weight_bytes(self) -> tuple[int, int]:
@@ -83,18 +76,6 @@ class StepPlan:
             sum(leaf.held_bytes for leaf in self.weights),
         )
 
-    def to_json(self) -> str:
-        """The plan as JSON, totals included."""
-        data = dataclasses.asdict(self) | {
-            "state_bytes": self.state_bytes,
-            "held_bytes": self.held_bytes,
-            "weight_bytes": self.weight_bytes,
-        }
-        return json.dumps(data, indent=2, default=str)
-
-    def __str__(self) -> str:
-        return "\n".join(self._lines())
-
     def weight_rows(self) -> list[LeafPlan]:
         """The weights, with the format of their update: between steps they may be whole."""
         return [
@@ -103,13 +84,10 @@ class StepPlan:
         ]
 
     def _lines(self) -> list[str]:
-        replicas = (
-            f" ({self.num_replicas} replicas)" if self.num_replicas != self.num_shards else ""
-        )
         total, split = self.update_ops
         before, after = self.weight_bytes
         lines = [
-            f"Weight update sharded {self.num_shards} ways over {', '.join(self.axes)}{replicas}",
+            self._title(),
             f"  update     {split} of {total} operations on shards",
             f"  state      {bytes_text(self.state_bytes)} on each device before, "
             f"{bytes_text(self.held_bytes)} now",
@@ -120,23 +98,15 @@ class StepPlan:
         )
         lines += ["", "State"] + leaf_lines(self.state, before=True)
         lines += ["", "Sums over replicas in the step as written (bytes that one device puts in)"]
-        lines += _traffic_lines(self.before)
+        lines += traffic_lines(self.before)
         lines += ["", "Collectives of the sharded step"]
-        lines += _traffic_lines(self.traffic)
-        if self.owned[0]:
-            jobs, owners = self.owned
-            lines += ["", f"Matrix work: {jobs} jobs, each done once, shared by {owners} replicas"]
+        lines += traffic_lines(self.traffic)
+        lines += self._owned_lines()
         if self.whole:
             lines += ["", "Gathered, because an operation could not run on the pieces"]
             lines += problem_lines(self.whole)
         lines += ["", "Findings"] + finding_lines(self.findings)
         return lines
-
-
-def _traffic_lines(rows: Sequence[Traffic]) -> list[str]:
-    return [
-        f"  {t.kind:<15}{t.count:>5}  {bytes_text(t.operand_bytes):>12}  {t.purpose}" for t in rows
-    ] or ["  none"]
 
 
 def make_step_plan(
