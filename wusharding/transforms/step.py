@@ -550,7 +550,8 @@ def _why_nothing(update: StepUpdate, replicas: Replicas) -> str:
             f"nothing in the step differs between the replicas of axis={axes}: no argument is "
             "split over it. Place the batch there first: jax.device_put(batch, "
             f"NamedSharding(mesh, PartitionSpec({', '.join(map(repr, axes))}))), or, for shapes, "
-            "give them that sharding."
+            "give them that sharding. Inside of jit on an auto mesh it cannot be seen how they "
+            "are split: call the step outside of jit."
         )
     if not update.weights and not update.aux:
         return (
