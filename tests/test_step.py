@@ -388,3 +388,49 @@ def test_is_called_by_name_and_inside_of_jit(mesh8_auto: Mesh) -> None:
 
     with pytest.raises(TypeError, match="y: a keyword-only argument"):
         wus.shard_step(named, mesh=mesh8_auto)(params, state, x, y=y)
+
+
+ALONG_THE_BATCH: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "picked by an iota": lambda h, y: jax.nn.log_softmax(h)[jnp.arange(h.shape[0]), y].mean(),
+    "a mask of padding": lambda h, y: jnp.where(
+        jnp.arange(h.shape[0]) < 13, (h**2).sum(1), 0
+    ).sum(),
+    "weights in a row": lambda h, y: (h**2).sum(1) @ jnp.linspace(0.0, 1.0, h.shape[0]),
+    "negatives in the batch": lambda h, y: optax.softmax_cross_entropy(
+        h @ h.T, jnp.eye(h.shape[0])
+    ).mean(),
+    "a triangle": lambda h, y: jnp.triu(h @ h.T).sum(),
+    "rows and columns in one": lambda h, y: (h.reshape(-1) * jnp.arange(h.size)).mean(),
+    "cumsum": lambda h, y: (jnp.cumsum(h, 0) ** 2).mean(),
+    "sort": lambda h, y: (jnp.sort(h, 0) ** 2 * jnp.arange(h.shape[0])[:, None]).mean(),
+    "reversed": lambda h, y: (h[::-1] * jnp.arange(h.shape[0])[:, None]).mean(),
+    "the largest": lambda h, y: (h[h[:, 0].argmax()] ** 2).sum(),
+    "shifted": lambda h, y: (jnp.diff(h, axis=0) ** 2).mean(),
+    "padded": lambda h, y: (jnp.pad(h, ((1, 1), (0, 0))) ** 3).mean(),
+    "rolled": lambda h, y: (jnp.roll(h, 1, 0) * h).mean(),
+    "a scan over it": lambda h, y: lax.scan(lambda c, row: (0.9 * c + row, c), h[0], h)[1].var(),
+}
+
+
+@pytest.mark.parametrize("name", ALONG_THE_BATCH)
+def test_operations_along_the_batch_are_those_of_the_whole(name: str, mesh8_auto: Mesh) -> None:
+    rng = np.random.default_rng(3)
+    params = {"w": jnp.asarray(rng.normal(size=(6, 16)), jnp.float32) / 4}
+    params = jax.device_put(params, NamedSharding(mesh8_auto, P()))
+    x = jnp.asarray(rng.normal(size=(16, 6)), jnp.float32)
+    batch = jax.device_put((x, jnp.arange(16) % 5), NamedSharding(mesh8_auto, P("data")))
+    sgd = optax.sgd(0.1, momentum=0.9)
+
+    def written(params: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
+        def loss(p: Any) -> jax.Array:
+            h = jnp.tanh(x @ p["w"])
+            return ALONG_THE_BATCH[name](h, y) + (h**2).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = sgd.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    args = (params, sgd.init(params), *batch)
+    step = wus.shard_step(written, mesh=mesh8_auto)
+    found = step.unshard(step(*args))
+    assert_close(found, jax.jit(written)(*args), 1e-5)

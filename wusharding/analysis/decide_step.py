@@ -15,7 +15,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from wusharding.analysis.decide import Case, Decider, Value
-from wusharding.analysis.fit import tiles_of
+from wusharding.analysis.fit import tiles_of, tiles_of_result
 from wusharding.analysis.placement import Placement, Tiles, replicated, spec_tiles
 from wusharding.analysis.propagate import Propagation
 from wusharding.analysis.replication import (
@@ -327,9 +327,9 @@ class _StepDecider(Decider):
             self.steps.append(Compute(_pseudo(op, tile), tuple(ins), (out,)))
             return True
         assert rule is not None and factors is not None
-        tiles = {f[0]: t for f, t in zip(factors.outs[0], want, strict=True) if t and f}
+        tiles = tiles_of_result(factors, want, self.replicas)
         fit = self._accepted(Case(op, rule, factors, tiles, ins), None)
-        if fit is None:
+        if fit is None or fit.outs[0].tiles != want:
             return False
         self._compute(op, rule, fit, ins, uniform=False)
         return True
@@ -528,6 +528,8 @@ class _StepDecider(Decider):
         """The placement in which an operand enters a loop."""
         have, spread = self.values[v].placement, facts.spreads[inner]
         tiles = ((), *spread.tiles) if stacked else spread.tiles
+        if stacked and have.tiles[0]:
+            return Placement(tiles)  # it goes over the tiled dim
         if any(tiles) or spread.varies:
             return Placement(tiles)
         hint = body.hints.get(inner)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from wusharding.analysis.placement import Placement, Replicas, Span
+from wusharding.analysis.placement import Placement, Replicas, Span, Tiles
 from wusharding.analysis.rules.base import DimFactors, Factors, Reduction
 
 
@@ -98,9 +98,23 @@ def tiles_of(
     factors: Factors, placements: Iterable[Placement], replicas: Replicas
 ) -> dict[int, tuple[str, ...]]:
     """The mesh axes that tile each factor: the first operand to tile it has its way."""
+    return _tiles(factors, zip(factors.ins, placements, strict=False), replicas)
+
+
+def tiles_of_result(
+    factors: Factors, tiles: Tiles, replicas: Replicas
+) -> dict[int, tuple[str, ...]]:
+    """The mesh axes that tile each factor if the first result comes in `tiles`."""
+    return _tiles(factors, [(factors.outs[0], Placement(tiles))], replicas)
+
+
+def _tiles(
+    factors: Factors, labelled: Iterable[tuple[DimFactors, Placement]], replicas: Replicas
+) -> dict[int, tuple[str, ...]]:
+    """Tiles that can hold: even ones, of factors that are major everywhere and not blocked."""
     tiles: dict[int, tuple[str, ...]] = {}
     used: set[str] = set()
-    for labels, placement in zip(factors.ins, placements, strict=False):
+    for labels, placement in labelled:
         for label, axes in zip(labels, placement.tiles, strict=False):
             if not axes or not label:
                 continue
@@ -121,6 +135,8 @@ def try_fit(
     replicas: Replicas,
 ) -> Fit | None:
     """Placements of operands and results under `tiles` and `split`; None where they cannot hold."""
+    if not factors.blocked.isdisjoint(tiles):
+        return None
     reductions: set[Reduction] = {factors.reduced[f] for f in tiles if f in factors.reduced}
     axes = tuple(a for f, t in tiles.items() if f in factors.reduced for a in t)
     masked = False

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from wusharding.analysis.fit import tiles_of, try_fit
+from wusharding.analysis.fit import tiles_of, tiles_of_result, try_fit
 from wusharding.analysis.placement import Placement, Replicas, Tiles, spec_tiles
 from wusharding.analysis.rules.base import factors_of
 from wusharding.errors import ReplicationError
@@ -154,7 +154,7 @@ class _Analysis:
                 if op.name == "random_bits":
                     facts.tileable[k] = want
                 elif factors is not None:
-                    tiles = {f[0]: t for f, t in zip(factors.outs[0], want, strict=True) if t and f}
+                    tiles = tiles_of_result(factors, want, self.replicas)
             fit = try_fit(factors, tiles, None, self.replicas) if factors and tiles else None
             if fit is not None and k not in facts.touched:
                 if fit.partial is not None or fit.outs[0].tiles != wanted[op.outs[0]]:
