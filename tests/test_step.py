@@ -324,6 +324,12 @@ def test_what_cannot_be_sharded_is_refused_or_runs_as_written(mesh8_auto: Mesh) 
     whole = jax.device_put((x, y), NamedSharding(mesh8_auto, P()))
     with pytest.raises(wus.UnsupportedStepError, match="no argument is split over it"):
         wus.shard_step(global_step, mesh=mesh8_auto)(params, state, *whole)
+
+    def regrouped(params: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
+        return global_step(params, state, x.reshape(2, 16, -1)[0], y.reshape(2, 16, -1)[0])
+
+    with pytest.raises(wus.UnsupportedStepError, match=r"reshape at .*test_step.py:\d+"):
+        wus.shard_step(regrouped, mesh=mesh8_auto)(params, state, x, y)
     with pytest.raises(wus.UnsupportedStepError, match="no weights or state were found"):
         wus.shard_step(loss_fn, mesh=mesh8_auto)(params, x, y)
     step = wus.shard_step(global_step, mesh=mesh8_auto, on_unsupported="warn")

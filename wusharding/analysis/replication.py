@@ -19,7 +19,7 @@ from wusharding.analysis.fit import tiles_of, tiles_of_result, try_fit
 from wusharding.analysis.placement import Placement, Replicas, Tiles, spec_tiles
 from wusharding.analysis.rules.base import factors_of
 from wusharding.errors import ReplicationError
-from wusharding.jaxprs import Op, Program
+from wusharding.jaxprs import CROSSINGS, Op, Program
 
 NONE: frozenset[str] = frozenset()
 
@@ -79,6 +79,19 @@ def collective_axes(op: Op) -> tuple[str, ...]:
 def is_collective(op: Op) -> bool:
     """Whether an operation makes devices talk."""
     return op.name in _EQUALIZING or op.name in _VARYING
+
+
+def needs_whole(op: Op, facts: Facts, replicas: Replicas) -> bool:
+    """Whether an operation needs all tiles of an operand that replicas hold tiles of."""
+    ins = [facts.spreads[v].tiles for v in op.ins]
+    tiled = any(a in replicas.reduce_axes for tiles in ins for axes in tiles for a in axes)
+    if not tiled or op.subs or op.name in CROSSINGS:
+        return False
+    factors = factors_of(facts.program, op)
+    if factors is None:
+        return True
+    tiles = tiles_of(factors, [Placement(t) for t in ins], replicas)
+    return not tiles or try_fit(factors, tiles, None, replicas) is None
 
 
 def analyse(

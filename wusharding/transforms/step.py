@@ -19,7 +19,7 @@ from wusharding.analysis.decide_step import Style
 from wusharding.analysis.layout import Leaf
 from wusharding.analysis.lines import Lines
 from wusharding.analysis.placement import Placement, Replicas, Tiles, spec_tiles
-from wusharding.analysis.replication import Spread
+from wusharding.analysis.replication import Spread, needs_whole
 from wusharding.analysis.schedule import Schedule
 from wusharding.analysis.step import StepUpdate, find_update
 from wusharding.analysis.step_plan import StepPlan, make_step_plan
@@ -557,6 +557,14 @@ def _why_nothing(update: StepUpdate, replicas: Replicas) -> str:
         return (
             "no weights or state were found: no argument comes out of the step again, in the same "
             "tree, shapes and dtypes, equal on all replicas. Let the step return its new state."
+        )
+    whole = [op for op in update.program.ops if needs_whole(op, update.facts, replicas)]
+    if not update.weights and whole:
+        return (
+            f"no weights were found, for {whole[0].name} at {whole[0].source} needs the whole of "
+            f"the batch, which is split over {axes}: what follows is the same on every replica. "
+            "Let each replica's rows stay together: of [batch, ...] take [rows, microbatches, ...] "
+            "and swap these, rather than [microbatches, rows, ...]."
         )
     if not update.weights:
         return (
