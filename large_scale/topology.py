@@ -259,6 +259,24 @@ class Topology:
         )
 
     @property
+    def dim_names(self) -> tuple[str, ...]:
+        """Names of the dims that devices differ in, outer to inner.
+
+        >>> Topology.of("v3:128x32").dim_names, Topology.of("h100:8x8").dim_names
+        (('slice', 'x', 'y', 'core'), ('domain', 'gpu'))
+        """
+        if self.chip.platform == "tpu":
+            return ("slice", *"xyz"[: len(self.dims)], "core")
+        return ("domain", "gpu") if self.chip.platform == "gpu" else ("device",)
+
+    @property
+    def named_dims(self) -> tuple[tuple[str, int], ...]:
+        """Each of them with its length."""
+        sizes = (self.num_slices, *self.dims, self.chip.cores)
+        sizes = sizes if self.chip.platform == "tpu" else self.dims
+        return tuple(zip(self.dim_names, sizes, strict=True))
+
+    @property
     def device_hbm_bytes(self) -> int:
         """Memory of one device; 0 where it has none of its own."""
         return self.chip.hbm_bytes // self.chip.cores
