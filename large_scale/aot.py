@@ -9,19 +9,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-import json
 import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import topologies
 
-from large_scale import hlo
+from large_scale import hlo, libtpu
+from large_scale.buffers import Dump, Peak
+from large_scale.mesh import place_names, places
+from large_scale.record import Report as Report
+from large_scale.record import as_bytes
 from large_scale.topology import Topology
 
 
@@ -66,10 +70,7 @@ def _tpu_devices(topology: Topology) -> list[Any]:
             f"{topology}: XLA's TPU compiler is not installed. It needs no TPU: "
             "pip install 'wusharding[tpu-aot]'"
         )
-    # No look for a TPU, nor for the metadata server of a cloud machine; several processes may
-    # compile at the same time.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    libtpu.prepare()
     name = f"{topology.chip.name}:{'x'.join(map(str, topology.dims))}"
     more = {"num_slices": topology.num_slices} if topology.num_slices > 1 else {}
     try:
@@ -131,99 +132,6 @@ def _spec_of_gpu_compiler() -> Any:
 # ------------------------------------------------------------------------------------------ report
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """What one device does in a compiled step.
-
-    Args:
-      name: of the step.
-      topology: that it was compiled for.
-      argument_bytes: what it holds between steps, batch included.
-      output_bytes: what it gives back.
-      alias_bytes: the part of that which takes the place of donated arguments.
-      temp_bytes: what it needs besides.
-      hbm_bytes: what a device has; 0 where it has none of its own.
-      collectives: as the compiler left them.
-      cycles: the compiler's estimates summed by kind (`hlo.WORK`), with what it gives no estimate
-        for priced by its bytes. Empty but on TPU. A loop's body counts once.
-      unpriced: bytes of each kind that it gives no estimate for.
-      instructions: number of instructions of the whole program.
-      compile_seconds: what compiling took.
-    """
-
-    name: str
-    topology: str
-    argument_bytes: int
-    output_bytes: int
-    alias_bytes: int
-    temp_bytes: int
-    hbm_bytes: int
-    collectives: tuple[hlo.Collective, ...]
-    cycles: Mapping[str, float]
-    unpriced: Mapping[str, int]
-    instructions: int
-    compile_seconds: float
-
-    @property
-    def peak_bytes(self) -> int:
-        """Memory that the step needs."""
-        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that a device sends, each collective done on a ring."""
-        return sum(c.sent_bytes for c in self.collectives)
-
-    @property
-    def total_cycles(self) -> float:
-        """Everything but collectives."""
-        return sum(self.cycles.values())
-
-    @property
-    def update_cycles(self) -> float:
-        """Everything that is neither forward, backward nor collective."""
-        return sum(n for kind, n in self.cycles.items() if kind in ("update", "relayout"))
-
-    def largest(self, kind: str) -> int:
-        """Bytes of the largest operand of any collective of a kind; 0 where there is none."""
-        return max((c.operand_bytes for c in self.collectives if c.kind == kind), default=0)
-
-    def to_json(self) -> str:
-        """All of it, totals included; equal collectives once, with their number."""
-        data = {
-            f.name: getattr(self, f.name)
-            for f in dataclasses.fields(self)
-            if f.name != "collectives"
-        }
-        data |= {
-            "peak_bytes": self.peak_bytes,
-            "sent_bytes": self.sent_bytes,
-            "total_cycles": self.total_cycles,
-            "collectives": [
-                {
-                    "kind": kind,
-                    "dtype": dtype,
-                    "group_size": size,
-                    "emitter": emitter,
-                    "in_loop": in_loop,
-                    "count": len(same),
-                    "operand_bytes": sum(c.operand_bytes for c in same),
-                    "sent_bytes": sum(c.sent_bytes for c in same),
-                    "largest_operand_bytes": max(c.operand_bytes for c in same),
-                }
-                for (kind, dtype, size, emitter, in_loop), same in _alike(self.collectives).items()
-            ],
-        }
-        return json.dumps(data, indent=2)
-
-
-def _alike(found: Sequence[hlo.Collective]) -> dict[Any, list[hlo.Collective]]:
-    groups: dict[Any, list[hlo.Collective]] = {}
-    for c in found:
-        groups.setdefault((c.kind, c.dtype, c.group_size, c.emitter, c.in_loop), []).append(c)
-    return groups
-
-
 def compile_step(
     step: Callable[..., Any],
     *args: Any,
@@ -246,23 +154,19 @@ def compile_step(
     topology = Topology.of(list(mesh.devices.flat))
     jitted: Any = step if hasattr(step, "lower") else jax.jit(step, donate_argnums=donate_argnums)
     lowered = jitted.lower(*args)
-    start = time.perf_counter()
-    try:
-        compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as e:
-        raise _explained(e, name, topology, args) from e
-    seconds = time.perf_counter() - start
+    log = libtpu.PassLog()
+    with Dump() as dump:
+        start = time.perf_counter()
+        try:
+            compiled = lowered.compile(compiler_options=dump.options)
+        except jax.errors.JaxRuntimeError as e:
+            raise _explained(e, name, topology, args, dump.read()) from e
+        seconds = time.perf_counter() - start
+        peak = dump.read()
     text: str = compiled.as_text()
     memory: Any = compiled.memory_analysis()
-    priced: dict[str, float] = {}
-    unpriced: dict[str, int] = {}
-    if topology.chip.platform == "tpu":
-        for item in hlo.work(text):
-            cycles = item.cycles
-            if cycles is None:
-                unpriced[item.kind] = unpriced.get(item.kind, 0) + item.nbytes
-                cycles = item.nbytes / bytes_per_cycle(topology.chip.name)
-            priced[item.kind] = priced.get(item.kind, 0) + cycles
+    work = hlo.work(text) if topology.chip.platform == "tpu" else []
+    priced = [_priced(item, topology) for item in work]
     report = Report(
         name=name,
         topology=str(topology),
@@ -271,15 +175,65 @@ def compile_step(
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         hbm_bytes=topology.device_hbm_bytes,
-        collectives=tuple(hlo.collectives(text)),
-        cycles=priced,
-        unpriced=unpriced,
+        collectives=_along(hlo.collectives(text), mesh, topology),
+        cycles={
+            kind: sum(item.cycles or 0 for item in priced if item.kind == kind)
+            for kind in dict.fromkeys(item.kind for item in priced)
+        },
+        unpriced={
+            kind: sum(item.nbytes for item in work if item.kind == kind and item.cycles is None)
+            for kind in dict.fromkeys(item.kind for item in work if item.cycles is None)
+        },
         instructions=len(re.findall(r"^\s+(?:ROOT )?%[\w.\-]+ = ", text, re.MULTILINE)),
         compile_seconds=seconds,
+        relayouts=tuple(
+            sorted(
+                (item for item in priced if item.kind == "relayout"),
+                key=lambda item: -(item.cycles or 0),
+            )
+        ),
+        peak=peak,
+        paper_pass=log.said(),
     )
     if 0 < report.hbm_bytes < report.peak_bytes:
-        raise DoesNotFitError(_too_large(name, topology, as_bytes(report.peak_bytes), args))
+        raise DoesNotFitError(_too_large(name, topology, as_bytes(report.peak_bytes), args, peak))
     return report
+
+
+def _priced(item: hlo.Work, topology: Topology) -> hlo.Work:
+    if item.cycles is not None:
+        return item
+    cycles = item.nbytes / bytes_per_cycle(topology.chip.name)
+    return dataclasses.replace(item, cycles=round(cycles))
+
+
+def _along(
+    found: Sequence[hlo.Collective], mesh: Any, topology: Topology
+) -> tuple[hlo.Collective, ...]:
+    """The collectives, with what the devices of their groups differ in."""
+    where = places(list(mesh.devices.flat), topology)
+    names = place_names(topology)
+    axes = {name: size for name, size in mesh.shape.items() if size > 1}
+
+    @functools.cache
+    def label(c: hlo.Collective) -> str:
+        crossed = c.crossed_axes(mesh.shape)
+        told = [a for a in axes if a in crossed]
+        if topology.chip.platform == "cpu":
+            return "+".join(told)
+        if c.group_size == mesh.size > 1:
+            return "all devices"
+        differ = np.zeros(len(names), bool)
+        for group in c.groups:
+            differ |= np.ptp(where[list(group)], axis=0) > 0
+        dims = "+".join(name for name, d in zip(names, differ, strict=True) if d)
+        return f"{dims} ({'+'.join(told)})" if len(axes) > 1 else dims
+
+    # Collectives with the same groups are labelled once.
+    bare = {c.groups: c for c in found if c.groups}
+    return tuple(
+        dataclasses.replace(c, along=label(bare[c.groups])) if c.groups else c for c in found
+    )
 
 
 def _mesh_of(args: Sequence[Any]) -> Any:
@@ -315,31 +269,36 @@ def _num_dims(chip: str) -> int:
 # ------------------------------------------------------------------------------------------ memory
 
 # What the TPU compiler says of a program that its memory does not hold, in either of two forms.
+# The second speaks of temporaries, but means all: arguments are in the sum.
 _USED = re.compile(
-    r"Used (?P<used>[\d.]+[KMGT]?) of [\d.]+[KMGT]? hbm"
-    r"|\((?P<needed>[\d.]+[KMGT]?)\) exceeds available HBM \([\d.]+[KMGT]?\)"
+    r"Used (?P<used>[\d.]+)(?P<used_unit>[KMGT]?) of [\d.]+[KMGT]? hbm"
+    r"|\((?P<needed>[\d.]+)(?P<needed_unit>[KMGT]?)\) exceeds available HBM"
 )
 
 
-def _explained(error: Exception, name: str, topology: Topology, args: Sequence[Any]) -> Exception:
+def _explained(
+    error: Exception, name: str, topology: Topology, args: Sequence[Any], peak: Peak | None
+) -> Exception:
     found = _USED.search(str(error))
     if found is None:
         return error
-    needed = found["used"] or f"{found['needed']}iB for temporaries alone"
-    return DoesNotFitError(_too_large(name, topology, needed, args))
+    needed = f"{found['used'] or found['needed']} {found['used_unit'] or found['needed_unit']}iB"
+    return DoesNotFitError(_too_large(name, topology, needed, args, peak))
 
 
-def _too_large(name: str, topology: Topology, needed: str, args: Sequence[Any]) -> str:
-    sizes = sorted(
-        (
-            (_local_bytes(x), jax.tree_util.keystr(path), x)
-            for path, x in jax.tree_util.tree_leaves_with_path(args)
-        ),
-        key=lambda item: -item[0],
-    )
-    held = "; ".join(
-        f"{as_bytes(n)} argument{path} {x.dtype}{list(x.shape)}" for n, path, x in sizes[:5]
-    )
+def _too_large(
+    name: str, topology: Topology, needed: str, args: Sequence[Any], peak: Peak | None
+) -> str:
+    buffers = [
+        (_local_bytes(x), f"argument{jax.tree_util.keystr(path)} {x.dtype}{list(x.shape)}")
+        for path, x in jax.tree_util.tree_leaves_with_path(args)
+    ]
+    buffers += [
+        (b.nbytes, f"temporary {b.name} {b.type}" + (f" of {b.op_name}" if b.op_name else ""))
+        for b in (peak.buffers if peak else ())
+    ]
+    largest = sorted(buffers, key=lambda item: -item[0])[:6]
+    held = "; ".join(f"{as_bytes(n)} {what}" for n, what in largest)
     return (
         f"{name}: does not fit {topology}: needs {needed} of the "
         f"{as_bytes(topology.device_hbm_bytes)} of a device. Largest on each device: {held}. "
@@ -350,16 +309,3 @@ def _too_large(name: str, topology: Topology, needed: str, args: Sequence[Any]) 
 def _local_bytes(x: Any) -> int:
     shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
     return math.prod(shape) * x.dtype.itemsize
-
-
-def as_bytes(n: float) -> str:
-    """A number of bytes for people.
-
-    >>> as_bytes(96), as_bytes(3 << 20)
-    ('96 B', '3.00 MiB')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(n) < 1024 or unit == "GiB":
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
-        n /= 1024
-    raise AssertionError

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import AxisType
 
 from large_scale import aot, report, shapes
+from large_scale.compare import Comparison, check_writable
 from large_scale.mesh import make_mesh
 from large_scale.programs import OPTIMIZERS, VARIANTS, update_program
 from large_scale.topology import Topology
@@ -31,9 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")  # no look for a TPU: nothing runs
     try:
         return _aot(args)
-    except (ValueError, aot.MissingCompilerError, aot.DoesNotFitError, ModuleNotFoundError) as e:
+    except (ValueError, OSError, aot.MissingCompilerError, ModuleNotFoundError) as e:
         print(f"large-scale: {e}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("large-scale: interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,8 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         "aot",
         help="compile a model's weight update for a topology, and report on it",
         description="Compiles the weight update of a model for a TPU topology that need not exist, "
-        "and reports memory, collectives and cycles of one device. "
-        + " ".join(f"{name}: {what}." for name, what in VARIANTS.items()),
+        "and reports memory, collectives and cycles of one device. " + _explained(list(VARIANTS)),
     )
     one.add_argument("--topology", required=True, help='such as "v5e:16x16" or "v3:128x32"')
     one.add_argument("--model", required=True, choices=MODELS)
@@ -56,65 +57,66 @@ def _parser() -> argparse.ArgumentParser:
     )
     one.add_argument("--quiet", action="store_true", help="no table on the terminal")
     one.add_argument("--json", type=Path, metavar="FILE", help="write the reports here")
-    one.add_argument("--html", type=Path, metavar="FILE", help="write a page, and bars beside it")
+    one.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page, and bars beside it (.png)"
+    )
     return parser
 
 
 def _aot(args: argparse.Namespace) -> int:
     variants = args.compare.split(",")
-    unknown = [v for v in variants if v not in VARIANTS]
-    if unknown:
+    if unknown := [v for v in variants if v not in VARIANTS]:
         raise ValueError(f"--compare: unknown {unknown}; need some of {', '.join(VARIANTS)}")
+    if twice := sorted({v for v in variants if variants.count(v) > 1}):
+        raise ValueError(f"--compare: {', '.join(twice)} more than once; name each variant once")
+    # What would fail after minutes of compiling fails now.
+    for option, path in (("--json", args.json), ("--html", args.html)):
+        if path is not None:
+            check_writable(path, option)
+    if args.html is not None:
+        report.library("matplotlib")
     topology = Topology.of(args.topology)
-    found = compare(topology, args.model, args.optimizer, variants)
-    title = f"{args.model}, {args.optimizer}, on {topology} ({topology.num_devices} devices)"
-    if not args.quiet:
-        report.library("rich.console").Console().print(report.terminal_table(found, title))
-    if args.json:
-        data = [json.loads(r.to_json()) for r in found]
-        args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    if args.html:
-        picture = args.html.with_suffix(".png")
-        report.draw(found, title, picture)
-        args.html.write_text(report.page(found, title, picture.name), encoding="utf-8")
-    return 0
-
-
-def compare(
-    topology: Topology,
-    model: str,
-    optimizer: str,
-    variants: Sequence[str],
-    **options: Any,
-) -> list[aot.Report]:
-    """Compiles one update several ways, with a progress bar on the terminal.
-
-    Args:
-      topology: to compile for.
-      model: a key of `MODELS`.
-      optimizer: a key of `OPTIMIZERS`.
-      variants: keys of `VARIANTS`.
-      **options: for `shard_updates`.
-    """
     mesh = make_mesh(topology, devices=aot.devices(topology), axis_types=AxisType.Auto)
-    weights = MODELS[model]()
-    progress = report.library("rich.progress")
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
+    weights = MODELS[args.model]()
+    num_weights = sum(x.size for x in weights.values())
+    found = Comparison(
+        f"{args.model}, {args.optimizer}, on {topology} ({topology.num_devices:,} devices)",
+        f"One update by {args.optimizer} of the {num_weights:,} weights of {args.model}, compiled "
+        f"for {topology}, a cluster of {topology.num_devices:,} devices that need not exist. "
+        "Gradients of each device come in, whole new weights go out; there is no forward or "
+        "backward pass.\n" + _explained(variants, "\n"),
     )
-    console = report.library("rich.console").Console(stderr=True)
-    found = []
-    with progress.Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=len(variants))
+    try:
         for variant in variants:
-            bar.update(task, description=f"compiling {variant} for {topology}")
-            program = update_program(variant, OPTIMIZERS[optimizer](), weights, mesh, **options)
-            found.append(aot.compile_step(program.step, *program.args, name=variant))
-            bar.advance(task)
-    return found
+            program = update_program(variant, OPTIMIZERS[args.optimizer](), weights, mesh)
+            found.compile({variant: (program.step, *program.args)})
+    except BaseException:
+        _save_finished(found, args)
+        raise
+    if not args.quiet:
+        found.show()
+    found.save(json=args.json, html=args.html)
+    for why in found.unfit.values():
+        print(f"large-scale: {why}", file=sys.stderr)
+    return 1 if found.unfit else 0
+
+
+def _explained(variants: Sequence[str], between: str = " ") -> str:
+    return between.join(f"{name}: {VARIANTS[name]}." for name in variants)
+
+
+def _save_finished(found: Comparison, args: argparse.Namespace) -> None:
+    """Shows and keeps the reports that were finished before another failed, beside older files."""
+    if not found.reports:
+        return
+    if not args.quiet:
+        found.show()
+    for option, path in (("json", args.json), ("html", args.html)):
+        if path is not None:
+            beside = path.with_name(f"{path.stem}.partial{path.suffix}")
+            found.save(**{option: beside})
+            names = ", ".join(r.name for r in found.reports)
+            print(f"large-scale: finished so far ({names}): {beside}", file=sys.stderr)
 
 
 if __name__ == "__main__":

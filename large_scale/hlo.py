@@ -40,6 +40,11 @@ class Collective:
         in `mesh.devices.flat`; source and target of a permutation; () where the text does not say.
       in_loop: it lies in the body or the condition of a `while`, and may run more than once.
       emitter: what XLA's TPU compiler says that it makes of it; empty where it does not say.
+      phase: which step of a hierarchy it is: 2 where it takes in the result of a like collective,
+        of phase 1, that was moved and cast only; so the second reduce-scatter or all-reduce of a
+        gradient, the second all-gather of a weight. 1 where it is the first or the only one.
+      along: in what the devices of a group differ, such as a dim of the torus; empty where only
+        the text is known (`large_scale.aot` knows the devices).
     """
 
     kind: str
@@ -50,6 +55,8 @@ class Collective:
     groups: Groups
     in_loop: bool
     emitter: str = ""
+    phase: int = 1
+    along: str = ""
 
     @property
     def group_size(self) -> int:
@@ -114,35 +121,77 @@ def collectives(hlo_text: str) -> list[Collective]:
     computations = _parse(hlo_text)
     looped = _looped(computations)
     devices = _num_devices(hlo_text)
-    fusions = {
+    callers = {
         i.attributes["calls"].removeprefix("%"): i
         for computation in computations.values()
         for i in computation.values()
-        if i.opcode == "fusion"
+        if i.opcode in ("fusion", "async-start")
     }
-    fused_channels = set[str]()
-    found = []
+    fused_channels: dict[str, int] = {}
+    carriers: dict[str, int] = {}
+    found: list[Collective] = []
     for name, computation in computations.items():
         for instruction in computation.values():
             kind = instruction.opcode.removesuffix("-start")
             if kind not in KINDS:
                 continue
-            if name in fusions and (channel := instruction.attributes.get("channel_id")):
+            if name in callers and (channel := instruction.attributes.get("channel_id")):
                 # The start, the steps and the end of an asynchronous one are fusions on TPU, each
                 # with the collective in it.
-                if channel in fused_channels:
+                carriers[callers[name].name] = fused_channels.setdefault(channel, len(found))
+                if fused_channels[channel] < len(found):
                     continue
-                fused_channels.add(channel)
             one = _collective(instruction, kind, computation, name in looped, devices)
-            if (fusion := fusions.get(name)) and "AllReduceScatter" in fusion.emitter:
+            if (fusion := callers.get(name)) and "AllReduceScatter" in fusion.emitter:
                 one = dataclasses.replace(
                     one,
                     kind="reduce-scatter",
                     result_bytes=_nbytes(fusion.type),
                     emitter=f"fusion, {fusion.emitter}",
                 )
+            carriers[callers[name].name if name in callers else instruction.name] = len(found)
             found.append(one)
-    return found
+    return _with_phases(found, carriers, computations)
+
+
+_DIRECTIONS = {"all-reduce": "in", "reduce-scatter": "in", "all-gather": "out"}
+
+
+def _with_phases(
+    found: list[Collective], carriers: dict[str, int], computations: dict[str, _Computation]
+) -> list[Collective]:
+    """Counts, for each collective, those of its direction that its operand has just come from.
+
+    Args:
+      found: the collectives.
+      carriers: which of them an instruction is, or is a part of.
+      computations: of the whole program, each in an order in which it can run.
+    """
+    phases = [1] * len(found)
+    for computation in computations.values():
+        near: dict[str, frozenset[int]] = {}  # the collectives that a value has just come from
+        for i in computation.values():
+            before = frozenset[int]().union(*(near.get(_operand_name(o), ()) for o in i.operands))
+            this = carriers.get(i.name)
+            if this is None:
+                near[i.name] = before if _passes_on(i, computations) else frozenset()
+                continue
+            same = [
+                phases[other]
+                for other in before
+                if other != this
+                and _DIRECTIONS.get(found[other].kind, "") == _DIRECTIONS.get(found[this].kind)
+            ]
+            phases[this] = max([phases[this], *(n + 1 for n in same)])
+            near[i.name] = frozenset((this,))
+    return [dataclasses.replace(one, phase=phase) for one, phase in zip(found, phases, strict=True)]
+
+
+def _passes_on(instruction: _Instruction, computations: dict[str, _Computation]) -> bool:
+    """Whether what it gives is what it takes, moved or cast."""
+    if instruction.opcode.endswith(("-done", "-update")):  # of what its `-start` does
+        return True
+    return _opcodes(instruction, computations) - _STILL <= _MOVES | {"convert"}
 
 
 # -------------------------------------------------------------------------------------------- work
@@ -161,13 +210,17 @@ class Work:
         neither of a differentiated function nor relayout.
       cycles: XLA's estimate; None where it gives none.
       nbytes: bytes that it reads and writes.
+      type: what it makes: dtype and shape, layout left out.
+      op_name: what JAX calls the operation; empty where the compiler made it up.
     """
 
     name: str
     opcode: str
     kind: str
-    cycles: int | None
+    cycles: float | None
     nbytes: int
+    type: str = ""
+    op_name: str = ""
 
 
 # What moves data, and what may stand beside that in a fusion that computes nothing.
@@ -211,6 +264,8 @@ def work(hlo_text: str) -> list[Work]:
                     _work_kind(i, computations),
                     i.cycles,
                     operands + _nbytes(i.type),
+                    without_layout(i.type),
+                    i.op_name,
                 )
             )
     return found
@@ -244,11 +299,25 @@ def _work_kind(instruction: _Instruction, computations: dict[str, _Computation])
         return "backward"
     if "jvp(" in instruction.op_name:
         return "forward"
-    opcodes = {instruction.opcode}
+    moves = _opcodes(instruction, computations) - _STILL <= _MOVES
+    return "relayout" if moves else "update"
+
+
+def _opcodes(instruction: _Instruction, computations: dict[str, _Computation]) -> set[str]:
+    """What it does; what is done in it, if it is a fusion. Asynchronous steps are what they do."""
     if instruction.opcode == "fusion":
         body = computations[instruction.attributes["calls"].removeprefix("%")]
-        opcodes = {i.opcode for i in body.values()} - _STILL
-    return "relayout" if opcodes <= _MOVES else "update"
+        return {i.opcode for i in body.values()}
+    return {instruction.opcode.removesuffix("-start").removesuffix("-done")}
+
+
+def without_layout(type_text: str) -> str:
+    """A type as people read it.
+
+    >>> without_layout("(f32[8,3]{1,0:T(8,128)}, s32[]{:S(2)})")
+    '(f32[8,3], s32[])'
+    """
+    return re.sub(r"\]\{[^{}]*\}", "]", type_text)
 
 
 # ----------------------------------------------------------------------------------------- parsing
@@ -281,6 +350,7 @@ _TOLD = (
     re.compile(r'op_name="([^"]*)"'),
     re.compile(r'"emitter":"(\w+)"'),
     re.compile(r'"estimated_cycles":"(\d+)"'),
+    re.compile(r'custom_call_target="([^"]*)"'),
 )
 
 
@@ -312,9 +382,10 @@ def _instruction(name: str, value: str, raw: str) -> _Instruction | None:
     operands = tuple(_split(value[opcode.end() + 1 : close]))
     told = [found[1] if (found := pattern.search(raw)) else "" for pattern in _TOLD]
     cycles = int(told[2]) if told[2] else None
-    return _Instruction(
-        name, value[:end], opcode["opcode"], operands, attributes, told[0], told[1], cycles
-    )
+    # Joins slices that were fetched one by one, which lie side by side already.
+    what = "bitcast" if told[3] == "ConcatBitcast" else opcode["opcode"]
+    op_name = told[0].replace("\\'", "'")
+    return _Instruction(name, value[:end], what, operands, attributes, op_name, told[1], cycles)
 
 
 def _closing(text: str, start: int) -> int:
@@ -399,8 +470,12 @@ def _collective(
 
 def _operand_type(operand: str, computation: _Computation) -> str:
     """An operand's type: printed before its name, or that of the instruction of this name."""
-    typed, _, name = operand.rpartition(" ")
-    return typed or computation[name.removeprefix("%")].type
+    typed = operand.rpartition(" ")[0]
+    return typed or computation[_operand_name(operand)].type
+
+
+def _operand_name(operand: str) -> str:
+    return operand.rpartition(" ")[2].removeprefix("%")
 
 
 def _result_type(instruction: _Instruction) -> str:

@@ -115,25 +115,42 @@ def _nearest_first(ndim: int) -> list[int]:
 
 def _grid(devices: Sequence[Any], topology: Topology) -> np.ndarray:
     """The devices as `[slices, *dims, cores]`."""
-    shape = (topology.num_slices, *topology.dims, topology.chip.cores)
-    grid = np.empty(shape, dtype=object)
+    grid = np.empty((topology.num_slices, *topology.dims, topology.chip.cores), dtype=object)
+    for place, device in zip(places(devices, topology), devices, strict=True):
+        grid[tuple(place)] = device
+    return grid
+
+
+def places(devices: Sequence[Any], topology: Topology) -> np.ndarray:
+    """Where each device is, `int[devices, dims]`: its slice, its place in the torus, its core.
+
+    `place_names` names the columns.
+
+    >>> places(jax.devices()[:3], Topology.of("cpu:3")).tolist()
+    [[0, 0, 0], [0, 1, 0], [0, 2, 0]]
+    """
     if topology.chip.platform == "tpu":
         slices = sorted({slice_of(d) for d in devices})
-        places = [
-            (
-                slices.index(slice_of(d)),
-                *tuple(d.coords)[: len(topology.dims)],
-                d.core_on_chip,
-            )
-            for d in devices
-        ]
-        low = np.min(places, axis=0)
-        for place, device in zip(places, devices, strict=True):
-            grid[tuple(np.array(place) - low)] = device
-        return grid
-    ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
-    grid.reshape(-1)[:] = ordered
-    return grid
+        dims = len(topology.dims)
+        found = np.array(
+            [(slices.index(slice_of(d)), *tuple(d.coords)[:dims], d.core_on_chip) for d in devices]
+        )
+        return found - found.min(axis=0)
+    order = sorted(range(len(devices)), key=lambda i: (devices[i].process_index, devices[i].id))
+    shape = (topology.num_slices, *topology.dims, topology.chip.cores)
+    found = np.empty((len(devices), len(shape)), int)
+    found[order] = np.stack(np.unravel_index(np.arange(len(devices)), shape), axis=1)
+    return found
+
+
+def place_names(topology: Topology) -> tuple[str, ...]:
+    """What the columns of `places` are.
+
+    >>> place_names(Topology.of("v4:4x4x4")), place_names(Topology.of("h100:8x8"))
+    (('slice', 'x', 'y', 'z', 'core'), ('slice', 'domain', 'chip', 'core'))
+    """
+    dims = {"tpu": ("x", "y", "z"), "gpu": ("domain", "chip"), "cpu": ("device",)}
+    return ("slice", *dims[topology.chip.platform][: len(topology.dims)], "core")
 
 
 def _laid(

@@ -1,8 +1,10 @@
 """One weight update written three ways, as shapes on a mesh of devices that may not exist.
 
-Each starts from local gradients, `[replicas, *shape]` split over `data`, and ends with whole new
-weights on every device. There is no forward or backward pass: what these do is what sharding the
-update is about.
+Each starts from local gradients and ends with whole new weights on every device. There is no
+forward or backward pass: what these do is what sharding the update is about. The gradients of all
+replicas lie one after the other along dim 0, split over `data`, so that each device holds an array
+of the weight's own shape: of another shape, as with a dim of length 1 before it, the compiler may
+lay it out differently and then copy it, which no train step does.
 """
 
 from __future__ import annotations
@@ -71,7 +73,11 @@ def update_program(
     params = _structs(shapes, mesh, P())
     n = mesh.shape["data"]
     grads = {
-        k: jax.ShapeDtypeStruct((n, *x.shape), x.dtype, sharding=NamedSharding(mesh, P("data")))
+        k: jax.ShapeDtypeStruct(
+            (n * x.shape[0], *x.shape[1:]) if x.shape else (n,),
+            x.dtype,
+            sharding=NamedSharding(mesh, P("data")),
+        )
         for k, x in shapes.items()
     }
     step, state = make(optimizer, params, mesh, options)
@@ -81,6 +87,11 @@ def update_program(
 def _structs(tree: Tree, mesh: Mesh, spec: P) -> Tree:
     sharding = NamedSharding(mesh, spec)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+def _local(grads: Tree, params: Tree) -> Tree:
+    """What a device holds of the gradients; of those of scalars it holds one-element vectors."""
+    return jax.tree.map(lambda g, p: g.reshape(p.shape), grads, params)
 
 
 def _updated(
@@ -96,8 +107,8 @@ def _replicated(
     del options
 
     def step(params: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
-        local = jax.tree.map(lambda g: g[0], grads)
-        return _updated(optimizer, lax.pmean(local, "data"), state, params)
+        mean = lax.pmean(_local(grads, params), "data")
+        return _updated(optimizer, mean, state, params)
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=(P(), P()))
     state = _structs(jax.eval_shape(optimizer.init, params), mesh, P())
@@ -121,7 +132,7 @@ def _zero1(
     )
 
     def step(params: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
-        mean = jax.tree.map(lambda g: jnp.mean(g, axis=0), grads)
+        mean = jax.tree.map(lambda g, p: jnp.mean(g.reshape(n, *p.shape), axis=0), grads, params)
         return _updated(optimizer, mean, state, params)
 
     whole = jax.tree.map(lambda _: NamedSharding(mesh, P()), params)
@@ -135,7 +146,7 @@ def _ours(
     tx = wus.shard_updates(optimizer, **{"mesh": mesh, "lines": torus_lines(mesh), **options})
 
     def step(params: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
-        return tx.apply(jax.tree.map(lambda g: g[0], grads), state, params)
+        return tx.apply(_local(grads, params), state, params)
 
     specs = tx.state_specs(params)
     mapped = jax.shard_map(

@@ -1,31 +1,105 @@
-"""Reports side by side: a table for the terminal, one for documents, bars, and a page with both."""
+"""Reports side by side: tables for the terminal and for documents, bars, and a page with all."""
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import importlib
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+import io
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
-from large_scale.aot import Report, as_bytes
+from large_scale.buffers import Buffer
+from large_scale.hlo import Work
+from large_scale.record import Alike, Report, alike, as_bytes
 
-_ROWS: dict[str, Callable[[Report], str]] = {
-    "arguments": lambda r: as_bytes(r.argument_bytes),
-    "temporaries": lambda r: as_bytes(r.temp_bytes),
-    "peak memory": lambda r: as_bytes(r.peak_bytes),
-    "of a device's": lambda r: f"{r.peak_bytes / r.hbm_bytes:.1%}" if r.hbm_bytes else "-",
-    "sent by a device": lambda r: as_bytes(r.sent_bytes),
-    "largest all-reduce": lambda r: as_bytes(r.largest("all-reduce")),
-    "collectives": lambda r: _kinds(r),
-    "update cycles": lambda r: _thousands(r.cycles.get("update")),
-    "relayout cycles": lambda r: _thousands(r.cycles.get("relayout")),
-    "forward and backward": lambda r: _thousands(
-        sum(r.cycles.get(kind, 0) for kind in ("forward", "backward")) or None
+_SHOWN = 5  # rows of the lists of the largest
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table of texts.
+
+    Args:
+      title: above it.
+      note: what a reader has to know who has never seen it.
+      head: the headings.
+      groups: rows, each as long as the head, under the name of the step that they are of; the name
+        is empty where rows tell of all steps.
+      texts: so many columns at the left are words, the others figures.
+      meanings: what each row is about; () where the rows say it themselves.
+    """
+
+    title: str
+    note: str
+    head: tuple[str, ...]
+    groups: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...]
+    texts: int = 1
+    meanings: tuple[str, ...] = ()
+
+
+# ---------------------------------------------------------------------------------------- contents
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    label: str
+    tell: Callable[[Report], str]
+    meaning: str
+
+
+_ROWS = (
+    _Row(
+        "arguments",
+        lambda r: as_bytes(r.argument_bytes),
+        "what a device holds between steps: weights, optimizer state, and the batch or gradients",
     ),
-    "instructions": lambda r: f"{r.instructions:,}",
-    "compile time": lambda r: f"{r.compile_seconds:.0f} s",
-}
+    _Row(
+        "outputs beside them",
+        lambda r: as_bytes(r.output_bytes - r.alias_bytes),
+        "results that do not take the place of donated arguments",
+    ),
+    _Row(
+        "temporaries",
+        lambda r: as_bytes(r.temp_bytes),
+        "memory that the step needs while it runs; the largest are listed below",
+    ),
+    _Row("peak memory", lambda r: as_bytes(r.peak_bytes), "the sum of these three"),
+    _Row(
+        "of a device's",
+        lambda r: f"{r.peak_bytes / r.hbm_bytes:.1%}" if r.hbm_bytes else "-",
+        "of the memory that one device has",
+    ),
+    _Row(
+        "sent by a device",
+        lambda r: as_bytes(r.sent_bytes),
+        "in one step, every collective done on a ring of its group",
+    ),
+    _Row(
+        "largest all-reduce",
+        lambda r: as_bytes(r.largest("all-reduce")),
+        "its operand; where this is as large as the gradients, nothing was reduce-scattered",
+    ),
+    _Row("collectives", lambda r: _kinds(r), "how many of each kind are in the program"),
+    *(
+        _Row(f"{kind} cycles", lambda r, kind=kind: _thousands(r.cycles.get(kind)), meaning)
+        for kind, meaning in (
+            ("forward", "the compiler's estimate for the forward pass, collectives left out"),
+            ("backward", "the compiler's estimate for the backward pass, collectives left out"),
+            ("update", "its estimate for what else computes; here the optimizer's update"),
+            ("relayout", "its estimate for what moves data and computes nothing: copies, pads"),
+        )
+    ),
+    _Row("instructions", lambda r: f"{r.instructions:,}", "of the whole program"),
+    _Row("compile time", lambda r: f"{r.compile_seconds:.0f} s", "on this machine"),
+    _Row(
+        "the paper's own pass",
+        lambda r: " ".join(r.paper_pass) or "says nothing",
+        "what XLA's TPU compiler says of weight-update sharding by its own pass (Xu et al. 2020), "
+        "in its words",
+    ),
+)
 
 
 def _kinds(report: Report) -> str:
@@ -39,31 +113,199 @@ def _thousands(cycles: float | None) -> str:
     return "-" if cycles is None else f"{cycles / 1e3:,.0f} k"
 
 
-def rows(reports: Sequence[Report]) -> list[list[str]]:
-    """What each report says, a row a question; the first row and column are headings."""
-    return [
-        ["on each device", *(r.name for r in reports)],
-        *([label, *(tell(r) for r in reports)] for label, tell in _ROWS.items()),
+def summary(reports: Sequence[Report]) -> Table:
+    """What each report says, a row a question."""
+    # Rows that nobody has an answer to are left out, but for those that all programs have.
+    tpu = any(r.cycles for r in reports)
+    told = [
+        (row, tuple(row.tell(r) for r in reports))
+        for row in _ROWS
+        if tpu or row.label != "the paper's own pass"
     ]
+    told = [(row, cells) for row, cells in told if set(cells) != {"-"}]
+    return Table(
+        "On each device",
+        "All bytes are those of one device, and all figures what the compiler made of the program; "
+        "nothing has run.",
+        ("on each device", *(r.name for r in reports)),
+        (("", tuple((row.label, *cells) for row, cells in told)),),
+        meanings=tuple(row.meaning for row, _ in told),
+    )
+
+
+def collectives(reports: Sequence[Report]) -> Table:
+    """Every collective, equal ones in one row."""
+
+    def row(c: Alike) -> tuple[str, ...]:
+        along = f" along {c.along}" if c.along else ""
+        loop = ", in a loop" if c.in_loop else ""
+        return (
+            f"{c.kind}{along}, {_ordinal(c.phase)}{loop}",
+            c.emitter or "-",
+            c.dtype,
+            f"{c.group_size:,}",
+            f"{c.count:,}",
+            as_bytes(c.operand_bytes),
+            as_bytes(c.sent_bytes),
+        )
+
+    return Table(
+        "Collectives",
+        'Equal ones in one row, with their number and the sum of their bytes. "Along" says in '
+        "what the devices of a group differ: x, y and z are the dims of the torus, a core is one "
+        "of a chip's. 1st, 2nd, 3rd are the phases of a hierarchy: a gradient is scattered along "
+        "one dim first, what is left of it along the next, and weights are gathered the same way "
+        "back. The emitter is the compiler's name for how it sends.",
+        ("collective", "emitter", "dtype", "group", "number", "operands", "sent"),
+        tuple((r.name, tuple(row(c) for c in alike(r.collectives))) for r in reports),
+        texts=3,
+    )
+
+
+def temporaries(reports: Sequence[Report]) -> Table:
+    """The largest temporaries of each report at its peak, equal ones in one row."""
+
+    def row(same: Sequence[Buffer]) -> tuple[str, ...]:
+        first = same[0]
+        size = as_bytes(sum(b.nbytes for b in same))
+        return (_short(first.name), _short(first.type), *_made_by(first, same), size)
+
+    def key(b: Buffer) -> tuple[str, str, str]:
+        return (re.sub(r"[.\d]*(\{.*\})?$", "", b.name), b.type, b.op_name)
+
+    def worth(r: Report) -> list[Buffer]:
+        least = r.peak_bytes / 10_000
+        return [b for b in r.peak.buffers if b.nbytes >= least] if r.peak else []
+
+    peaks = [
+        f"{r.name}: {as_bytes(r.peak.live_bytes)} of {as_bytes(r.peak.allocated_bytes)}, while "
+        f"{r.peak.instruction} runs"
+        for r in reports
+        if r.peak is not None
+    ]
+    return Table(
+        "Largest temporaries at the peak",
+        f"The {_SHOWN} kinds that take most memory at the moment when temporaries take most, by "
+        "the compiler's own assignment. No operation: the compiler put it in. Alive at the peak, "
+        f"of what is set aside: {'; '.join(peaks)}.",
+        ("instruction", "result", "operation", "number", "bytes"),
+        tuple((r.name, _largest(worth(r), key, lambda b: b.nbytes, row)) for r in reports),
+        texts=3,
+    )
+
+
+def relayouts(reports: Sequence[Report]) -> Table:
+    """The largest copies and relayouts of each report, equal ones in one row."""
+
+    def row(same: Sequence[Work]) -> tuple[str, ...]:
+        first = same[0]
+        moved = as_bytes(sum(w.nbytes for w in same))
+        cycles = _thousands(sum(w.cycles or 0 for w in same))
+        return (_short(first.name), _short(first.type), *_made_by(first, same), moved, cycles)
+
+    def key(w: Work) -> tuple[str, str, str]:
+        return (w.opcode, w.type, w.op_name)
+
+    return Table(
+        "Largest copies and relayouts",
+        f"The {_SHOWN} kinds that take most cycles in each step: instructions that move data and "
+        "compute nothing. Bytes are read and written. No operation: the compiler put it in.",
+        ("instruction", "result", "operation", "number", "moved", "cycles"),
+        tuple((r.name, _largest(r.relayouts, key, lambda w: w.cycles or 0, row)) for r in reports),
+        texts=3,
+    )
+
+
+def tables(reports: Sequence[Report]) -> list[Table]:
+    """All of them; groups and tables without rows are left out."""
+    made = [make(reports) for make in (summary, collectives, temporaries, relayouts)]
+    full = [
+        dataclasses.replace(t, groups=tuple(group for group in t.groups if group[1])) for t in made
+    ]
+    return [t for t in full if t.groups]
+
+
+_T = TypeVar("_T")
+
+
+def _largest(
+    items: Iterable[_T],
+    key: Callable[[_T], tuple[str, str, str]],
+    size: Callable[[_T], float],
+    row: Callable[[Sequence[_T]], tuple[str, ...]],
+) -> tuple[tuple[str, ...], ...]:
+    """The largest kinds of items, those with an equal key together."""
+    kinds: dict[tuple[str, str, str], list[_T]] = {}
+    for item in items:
+        kinds.setdefault(key(item), []).append(item)
+    ordered = sorted(kinds.values(), key=lambda same: -sum(size(item) for item in same))
+    return tuple(row(same) for same in ordered[:_SHOWN])
+
+
+def _made_by(first: Buffer | Work, same: Sequence[Any]) -> tuple[str, str]:
+    return _short(first.op_name) or "-", f"{len(same):,}"
+
+
+def _ordinal(n: int) -> str:
+    return f"{n}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(n, 'th') }"
+
+
+def _short(text: str, length: int = 60) -> str:
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+# ------------------------------------------------------------------------------------------- forms
 
 
 def markdown(reports: Sequence[Report]) -> str:
-    """The table as Markdown."""
-    head, *body = rows(reports)
-    lines = [head, ["---", *["---:"] * len(reports)], *body]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    """The tables as Markdown."""
+    return "\n".join(_markdown(t) for t in tables(reports))
 
 
-def terminal_table(reports: Sequence[Report], title: str) -> Any:
-    """The table for the terminal, of the `rich` library."""
-    table = library("rich.table").Table(title=title, title_justify="left")
-    head, *body = rows(reports)
-    table.add_column(head[0])
-    for name in head[1:]:
-        table.add_column(name, justify="right", overflow="fold")
-    for line in body:
-        table.add_row(*line)
-    return table
+def _markdown(table: Table) -> str:
+    named = any(name for name, _ in table.groups)
+    rule = ["---"] * table.texts + ["---:"] * (len(table.head) - table.texts)
+    lines = [table.head, rule, *(row for _, rows in table.groups for row in rows)]
+    if named:
+        first = ["step", "---", *(name for name, rows in table.groups for _ in rows)]
+        lines = [(name, *line) for name, line in zip(first, lines, strict=True)]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{table.title}:\n\n{text}\n"
+
+
+def terminal(reports: Sequence[Report], title: str) -> list[Any]:
+    """The tables for the terminal, of the `rich` library, under a title."""
+    rich = library("rich.table")
+    text = library("rich.text").Text
+    made: list[Any] = [text(title, style="bold")]
+    for table in tables(reports):
+        one = rich.Table(
+            title=f"\n{table.title}",
+            title_justify="left",
+            title_style="bold",
+            box=library("rich.box").SIMPLE_HEAD,
+            padding=(0, 1),
+            pad_edge=False,
+        )
+        for i, name in enumerate(table.head):
+            # Side by side the columns are steps, whose names and words may be long.
+            figures = i >= table.texts
+            words = [w for _, rows in table.groups for row in rows for w in row[i].split()]
+            one.add_column(
+                name,
+                justify="right" if figures else "left",
+                overflow="fold",
+                min_width=min(14, max(map(len, words))) if not i else None,
+                no_wrap=figures and not table.meanings,
+            )
+        for name, rows in table.groups:
+            if name:
+                one.add_section()
+                one.add_row(text(name, style="bold"))
+            for row in rows:
+                one.add_row(*(text(cell) for cell in row))
+        made.append(one)
+    return made
 
 
 def library(name: str) -> Any:
@@ -80,68 +322,154 @@ def library(name: str) -> Any:
         ) from e
 
 
-_COLORS = {"update": "#2a6f97", "relayout": "#f4a259", "sent": "#5b8e7d", "peak": "#8d6a9f"}
+_COLORS = {
+    "arguments": "#8d6a9f",
+    "outputs": "#c9b3d4",
+    "temporaries": "#dd8452",
+    "all-reduce": "#bc4749",
+    "reduce-scatter": "#2a6f97",
+    "all-gather": "#7fb7d6",
+    "all-to-all": "#5b8e7d",
+    "ragged-all-to-all": "#86b8a5",
+    "collective-permute": "#b5b35c",
+    "collective-broadcast": "#8a8a8a",
+    "forward": "#a7c957",
+    "backward": "#5b8e7d",
+    "update": "#2a6f97",
+    "relayout": "#f4a259",
+}
 
 
-def draw(reports: Sequence[Report], title: str, path: Path) -> None:
-    """Three groups of bars: what a device sends, its peak memory, and its cycles."""
+def _bars(reports: Sequence[Report]) -> list[tuple[str, float, list[dict[str, float]]]]:
+    """Title, unit and parts of each group of bars."""
+    memory = [
+        {
+            "arguments": r.argument_bytes,
+            "outputs": r.output_bytes - r.alias_bytes,
+            "temporaries": r.temp_bytes,
+        }
+        for r in reports
+    ]
+    sent = [
+        {
+            kind: sum(c.sent_bytes for c in r.collectives if c.kind == kind)
+            for kind in dict.fromkeys(c.kind for c in r.collectives)
+        }
+        for r in reports
+    ]
+    groups: list[tuple[str, float, list[dict[str, float]]]] = [
+        ("peak memory, MiB", 2**20, [dict(m) for m in memory]),
+        ("sent by a device, MiB", 2**20, [dict(s) for s in sent]),
+    ]
+    if any(r.cycles for r in reports):
+        groups.append(("estimated cycles, thousands", 1e3, [dict(r.cycles) for r in reports]))
+    return groups
+
+
+def draw(reports: Sequence[Report], title: str) -> bytes:
+    """Groups of bars as a PNG: a device's memory, what it sends, and its cycles, by kind."""
     library("matplotlib").use("Agg")
     plt = library("matplotlib.pyplot")
-    figure, axes = plt.subplots(1, 3, figsize=(10, 3.4), layout="constrained")
+    groups = _bars(reports)
+    width = max(3.4, 1.0 + 0.9 * len(reports))
+    figure, axes = plt.subplots(
+        1, len(groups), figsize=(width * len(groups), 4), layout="constrained"
+    )
     names = [r.name for r in reports]
-    series: list[tuple[str, list[Mapping[str, float]]]] = [
-        ("sent by a device, MiB", [{"sent": r.sent_bytes / 2**20} for r in reports]),
-        ("peak memory, MiB", [{"peak": r.peak_bytes / 2**20} for r in reports]),
-        (
-            "estimated cycles, thousands",
-            [
-                {kind: r.cycles.get(kind, 0) / 1e3 for kind in ("update", "relayout")}
-                for r in reports
-            ],
-        ),
-    ]
-    for ax, (label, values) in zip(axes, series, strict=True):
+    for ax, (label, unit, values) in zip(axes, groups, strict=True):
+        totals = [sum(v.values()) / unit for v in values]
+        top = max(totals) or 1
         bottom = [0.0] * len(reports)
-        for kind in values[0]:
-            heights = [v[kind] for v in values]
-            ax.bar(names, heights, bottom=bottom, color=_COLORS[kind], label=kind, width=0.6)
+        for kind, color in _COLORS.items():
+            heights = [v.get(kind, 0) / unit for v in values]
+            if max(heights) < top / 1000:  # nobody could see it
+                bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+                continue
+            ax.bar(range(len(names)), heights, bottom=bottom, color=color, label=kind, width=0.62)
             bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-        for x, total in enumerate(bottom):
-            ax.annotate(f"{total:,.0f}", (x, total), ha="center", va="bottom", fontsize=9)
-        ax.set_title(label, fontsize=9, loc="left")
-        ax.set_ylim(0, max(bottom) * 1.15 or 1)
+        for x, total in enumerate(totals):
+            ax.annotate(
+                f"{total:,.0f}" if top >= 10 else f"{total:.2g}",
+                (x, total),
+                xytext=(0, 2),
+                textcoords="offset points",
+                ha="center",
+                va="bottom",
+                fontsize=9,
+            )
+        ax.set_xticks(range(len(names)), names)
+        ax.set_title(label, fontsize=10, loc="left")
+        ax.set_ylim(0, top * 1.12)
         ax.spines[["top", "right"]].set_visible(False)
         ax.tick_params(labelsize=9)
-        if len(values[0]) > 1:
-            ax.legend(frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
-    figure.savefig(path, dpi=150)
+        ax.tick_params(axis="x", length=0)
+        ax.legend(
+            frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2
+        )
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    file = io.BytesIO()
+    figure.savefig(file, dpi=150, format="png")
     plt.close(figure)
+    return file.getvalue()
 
 
-def page(reports: Sequence[Report], title: str, picture: str) -> str:
-    """The table and the bars as one HTML page.
+_STYLE = """
+body{font:15px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:75rem;padding:0 1rem;
+color:#222}
+table{border-collapse:collapse;margin:.5rem 0 1rem}
+caption,h2{text-align:left;font-size:1.15rem;margin:2rem 0 .3rem}
+th,td{padding:.3rem .7rem;border-bottom:1px solid #ddd;text-align:right;vertical-align:top}
+th.w,td.w{text-align:left}
+thead th{border-bottom:2px solid #888}
+td{font-variant-numeric:tabular-nums}
+small,p.note{color:#666;font-weight:normal}
+small{display:block;max-width:28rem}
+p.note{max-width:50rem;margin:.2rem 0}
+img{max-width:100%}
+"""
+
+
+def page(reports: Sequence[Report], title: str, picture: str, about: str = "") -> str:
+    """The bars and the tables as one HTML page.
 
     Args:
       reports: side by side.
       title: of the page.
       picture: where the bars are, relative to the page.
+      about: what is compared here; each line becomes a paragraph.
     """
-    head, *body = rows(reports)
-    cells = [
-        "<tr>" + "".join(f"<th>{html.escape(x)}</th>" for x in head) + "</tr>",
-        *(
-            f"<tr><th>{html.escape(label)}</th>"
-            + "".join(f"<td>{html.escape(x)}</td>" for x in rest)
-            + "</tr>"
-            for label, *rest in body
-        ),
+    escape = html.escape
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8>"
+        "<meta name=viewport content='width=device-width'>"
+        f"<title>{escape(title)}</title><style>{_STYLE}</style><h1>{escape(title)}</h1>",
+        *(f"<p>{escape(line)}" for line in about.splitlines()),
+        f'<p><img src="{escape(picture)}" alt="bars: memory, bytes sent, cycles">',
+        *(_html(t) for t in tables(reports)),
     ]
+    return "\n".join(p for p in parts if p) + "\n"
+
+
+def _html(table: Table) -> str:
+    escape = html.escape
+
+    def line(tag: str, cells: Sequence[str], meaning: str = "") -> str:
+        told = [
+            f"<{tag}{' class=w' if i < table.texts else ''}>{escape(cell)}"
+            + (f"<small>{escape(meaning)}</small>" if meaning and not i else "")
+            + f"</{tag}>"
+            for i, cell in enumerate(cells)
+        ]
+        return f"<tr>{''.join(told)}</tr>"
+
+    lines = []
+    for name, rows in table.groups:
+        if name:
+            lines.append(f"<tr><th class=w colspan={len(table.head)}>{escape(name)}</th></tr>")
+        meanings = table.meanings or ("",) * len(rows)
+        lines += [line("td", row, told) for row, told in zip(rows, meanings, strict=True)]
+    body = "\n".join(lines)
     return (
-        f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title>"
-        "<style>body{font:15px system-ui;margin:2rem}table{border-collapse:collapse}"
-        "th,td{padding:.3rem .8rem;border-bottom:1px solid #ddd;text-align:right}"
-        "th:first-child{text-align:left}</style>"
-        f"<h1>{html.escape(title)}</h1><table>{''.join(cells)}</table>"
-        f'<p><img src="{html.escape(picture)}" alt="bars" width="1000">\n'
+        f"<h2>{escape(table.title)}</h2><p class=note>{escape(table.note)}</p>"
+        f"<table><thead>{line('th', table.head)}</thead><tbody>\n{body}\n</tbody></table>"
     )

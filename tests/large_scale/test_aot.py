@@ -6,6 +6,7 @@ What needs XLA's TPU compiler runs where it is installed (`pip install 'wushardi
 import importlib
 import importlib.util
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import wusharding as wus
-from large_scale import Topology, aot, cli, hlo, make_mesh, programs, report, shapes
+from large_scale import Topology, aot, cli, hlo, libtpu, make_mesh, programs, report, shapes
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -262,8 +263,9 @@ def test_markdown():
     x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, P("data")))
     one = aot.compile_step(lambda x: x * 2, x, name="one")
     lines = report.markdown([one, one]).splitlines()
-    assert lines[0] == "| on each device | one | one |" and lines[1] == "| --- | ---: | ---: |"
-    assert len({line.count("|") for line in lines}) == 1
+    assert lines[0] == "On each device:"
+    assert lines[2] == "| on each device | one | one |" and lines[3] == "| --- | ---: | ---: |"
+    assert len({line.count("|") for line in lines[2:12]}) == 1
     assert "| collectives | none | none |" in lines
 
 
@@ -302,12 +304,28 @@ def test_no_gradient_is_all_reduced(topology):
     assert ours.sent_bytes <= 1.02 * replicated.sent_bytes
     assert ours.peak_bytes < replicated.peak_bytes
     assert ours.cycles["update"] < 0.6 * replicated.cycles["update"]  # small: they fit on the chip
-    # Every group is a line of the torus.
+    # Every group is a line of the torus, and the report says of which dim.
     places = np.array([(*d.coords, d.core_on_chip) for d in mesh.devices.flat])
     for c in ours.collectives:
         if c.kind in ("reduce-scatter", "all-gather"):
             for group in c.groups:
-                assert np.count_nonzero(np.ptp(places[list(group)], axis=0)) == 1
+                (dim,) = np.flatnonzero(np.ptp(places[list(group)], axis=0))
+                assert c.along == ("x", "y", "z", "core")[dim]
+    # The gradients go in along one dim after the other, the weights come out the other way round.
+    gone = {(c.phase, c.along) for c in ours.collectives if c.kind == "reduce-scatter"}
+    come = {(c.phase, c.along) for c in ours.collectives if c.kind == "all-gather"}
+    lines = len(wus.torus_lines(mesh, "data"))
+    assert [phase for phase, _ in sorted(gone)] == list(range(1, lines + 1))
+    assert come == {(lines + 1 - phase, along) for phase, along in gone}
+    assert {c.along for c in replicated.collectives} == {"all devices"}
+    # What the compiler says of its memory is what its notes say.
+    for found in (ours, replicated):
+        assert found.peak is not None
+        if found.temp_bytes:
+            assert 0 <= found.temp_bytes - found.peak.allocated_bytes <= 64 * 1024  # constants
+        else:  # it counts memory that is set aside and hardly used as none
+            assert found.peak.live_bytes <= 64 * 1024
+        assert found.peak.live_bytes <= found.peak.allocated_bytes
 
 
 @needs_libtpu
@@ -398,21 +416,30 @@ def test_what_does_not_fit_is_named():
     program = programs.update_program("replicated", optax.adam(1e-3), weights, mesh)
     with pytest.raises(aot.DoesNotFitError) as error:
         aot.compile_step(program.step, *program.args, name="step")
-    assert "does not fit v5e:2x2: needs 40.00GiB for temporaries alone" in str(error.value)
+    assert "does not fit v5e:2x2: needs 40.00 GiB of the 16.00 GiB of a device" in str(error.value)
     assert "8.00 GiB argument[0]['huge'] float32[65536, 32768]" in str(error.value)
+    assert re.search(r"8.00 GiB temporary \S+ f32\[65536,32768\] of jit\(step\)", str(error.value))
 
 
 @needs_libtpu
 def test_the_papers_own_pass_passes_todays_programs_by():
     mesh = make_mesh("v3:4x4", devices=aot.devices("v3:4x4"), axis_types=AxisType.Auto)
     program = programs.update_program("replicated", optax.adam(1e-3), WEIGHTS, mesh)
-    lowered = program.step.lower(*program.args)
-    texts = []
+    texts, said = [], []
     for flag in ("false", "true"):
         options = {"xla_jf_auto_cross_replica_sharding": flag}
+        lowered = program.step.lower(*program.args)
+        log = libtpu.PassLog()
         found = hlo.collectives(lowered.compile(compiler_options=options).as_text())
+        said.append(log.said())
         texts.append([(c.kind, c.operand_bytes, c.replica_groups) for c in found])
     assert texts[0] == texts[1] and {kind for kind, *_ in texts[0]} == {"all-reduce"}
+    # Off, it says nothing; on, as it is by default, the report has its words.
+    words = ("Skip cross-replica-sharding because replica count is 1.",)
+    assert said == [(), words]
+    found = aot.compile_step(program.step, *program.args)
+    assert found.paper_pass == words
+    assert words[0] in report.markdown([found])
 
 
 @pytest.mark.skipif(

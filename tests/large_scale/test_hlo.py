@@ -135,6 +135,64 @@ def test_async_computation_counts_once():
     assert [(c.kind, c.result_bytes) for c in found] == [("reduce-scatter", 24)]
 
 
+PHASES = """
+%scaled (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  ROOT %m = f32[8]{0} multiply(%a, %a)
+}
+
+%moved (b: f32[2,4]) -> f32[8] {
+  %b = f32[2,4]{1,0} parameter(0)
+  %c = f32[2,4]{0,1} copy(%b)
+  ROOT %d = f32[8]{0} bitcast(%c)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("between", "phase"),
+    [
+        ("reshape(%one)", 2),
+        ("fusion(%one), kind=kLoop, calls=%moved", 2),
+        ("convert(%one)", 2),
+        ('custom-call(%one), custom_call_target="ConcatBitcast"', 2),
+        ("fusion(%one), kind=kLoop, calls=%scaled", 1),
+        ('custom-call(%one), custom_call_target="Sharding"', 1),
+        ("negate(%one)", 1),
+    ],
+)
+def test_the_phase_counts_what_a_collective_takes_in(between, phase):
+    body = f"""  %p = f32[8,3]{{1,0}} parameter(0)
+  %one = f32[2,4]{{1,0}} reduce-scatter(%p), {GROUPS}, to_apply=%add
+  %between = f32[8]{{0}} {between}
+  %two = f32[2]{{0}} reduce-scatter(%between), {GROUPS}, to_apply=%add
+  %three = f32[2]{{0}} all-reduce(%two), {GROUPS}, to_apply=%add
+  %back = f32[8]{{0}} all-gather(%three), {GROUPS}
+  %start = (f32[8]{{0}}, f32[32]{{0}}) all-gather-start(%back), {GROUPS}
+  %done = f32[32]{{0}} all-gather-done(%start)
+  ROOT %last = f32[128]{{0}} all-gather(%done), {GROUPS}"""
+    found = hlo.collectives(PHASES + module(body))
+    assert [c.phase for c in found] == [1, phase, phase + 1, 1, 2, 3]
+
+
+def test_a_phase_in_fusions_and_asynchronous_steps():
+    """The parts of one collective are not two phases; the next one takes in what the last gives."""
+    part = """
+%part{0} (q: f32[8]) -> f32[32] {{
+  %q{0} = f32[8]{{0}} parameter(0)
+  ROOT %g{0} = f32[32]{{0}} all-gather(%q{0}), channel_id={1}, {2}
+}}
+"""
+    parts = "".join(part.format(i, channel, GROUPS) for i, channel in enumerate((3, 3, 4)))
+    body = """  %p = f32[8]{0} parameter(0)
+  %s = f32[32]{0} fusion(%p), kind=kCustom, calls=%part0
+  %d = f32[32]{0} fusion(%s), kind=kCustom, calls=%part1
+  %a = ((f32[32]{0}), f32[128]{0}) async-start(%d), calls=%part2
+  ROOT %e = f32[128]{0} async-done(%a)"""
+    found = hlo.collectives(parts + module(body))
+    assert [(c.kind, c.phase) for c in found] == [("all-gather", 1), ("all-gather", 2)]
+
+
 @pytest.mark.parametrize(
     ("kind", "operand_bytes", "sent_bytes"),
     [

@@ -1,0 +1,151 @@
+"""Several steps compiled and reported on side by side: on the terminal, as JSON, as a page."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from large_scale import aot, report
+from large_scale.record import Report
+
+Step = Callable[..., Any]
+
+
+def compare(
+    steps: Mapping[str, tuple[Any, ...]], *, title: str = "", about: str = ""
+) -> Comparison:
+    """Compiles steps for the devices of their arguments, and puts the reports side by side.
+
+    Args:
+      steps: name to `(step, *args)`, as `aot.compile_step` takes them. Give a step that `jax.jit`
+        has wrapped where arguments are to be donated.
+      title: of the tables and the page.
+      about: what is compared, in a few lines, for the page.
+
+    Raises:
+      ValueError: as `aot.compile_step`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jax.sharding import NamedSharding, PartitionSpec as P
+    >>> from large_scale import make_mesh
+    >>> where = NamedSharding(make_mesh("cpu:8", axis_types=jax.sharding.AxisType.Auto), P("data"))
+    >>> x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=where)
+    >>> found = compare({"sum": (lambda x: x.sum(0), x), "max": (lambda x: x.max(0), x)})
+    >>> [(r.name, r.largest("all-reduce")) for r in found.reports]
+    [('sum', 128), ('max', 128)]
+    """
+    found = Comparison(title, about)
+    found.compile(steps)
+    return found
+
+
+class Comparison:
+    """Reports side by side; `print` shows them as Markdown.
+
+    Args:
+      title: of the tables and the page.
+      about: what is compared, for the page.
+    """
+
+    def __init__(self, title: str = "", about: str = "") -> None:
+        self.title = title
+        self.about = about
+        self.reports: list[Report] = []
+        self.unfit: dict[str, str] = {}  # name of a step that does not fit, and why
+
+    def compile(self, steps: Mapping[str, tuple[Any, ...]]) -> None:
+        """Compiles steps and adds their reports, with a progress bar if this is a terminal.
+
+        A step that no device can hold is noted in `unfit`. What is finished when another one fails,
+        or when the user has waited long enough, is kept.
+        """
+        progress = report.library("rich.progress")
+        columns = (
+            progress.SpinnerColumn(),
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+        )
+        console = report.library("rich.console").Console(stderr=True)
+        with progress.Progress(
+            *columns, console=console, transient=True, disable=not console.is_terminal
+        ) as bar:
+            task = bar.add_task("", total=len(steps))
+            for name, (step, *args) in steps.items():
+                bar.update(task, description=f"compiling {name}")
+                try:
+                    self.reports.append(aot.compile_step(step, *args, name=name))
+                except aot.DoesNotFitError as e:
+                    self.unfit[name] = str(e)
+                bar.advance(task)
+
+    def __str__(self) -> str:
+        parts = [self.title, report.markdown(self.reports), *self.unfit.values()]
+        return "\n\n".join(p for p in parts if p)
+
+    def show(self) -> None:
+        """Prints the tables for the terminal."""
+        console = report.library("rich.console").Console()
+        for part in report.terminal(self.reports, self.title):
+            console.print(part)
+
+    def save(self, *, json: str | Path | None = None, html: str | Path | None = None) -> None:
+        """Writes files, each whole or not at all: an older one stays until the new one is there.
+
+        Args:
+          json: where to write the reports as a list; steps that do not fit have `does_not_fit`.
+          html: where to write a page. Bars are put beside it, with the ending `.png`.
+        """
+        if json is not None:
+            data = [jsonlib.loads(r.to_json()) for r in self.reports]
+            data += [{"name": name, "does_not_fit": why} for name, why in self.unfit.items()]
+            write(Path(json), (jsonlib.dumps(data, indent=1) + "\n").encode())
+        if html is not None and self.reports:
+            picture = Path(html).with_suffix(".png")
+            write(picture, report.draw(self.reports, self.title))
+            about = "\n".join((self.about, *self.unfit.values()))
+            page = report.page(self.reports, self.title, picture.name, about)
+            write(Path(html), page.encode())
+
+
+def write(path: Path, data: bytes) -> None:
+    """Writes a file beside the older one, then puts it in its place."""
+    if _is_device(path):
+        path.write_bytes(data)
+        return
+    target = path.resolve()
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(data)
+        if target.exists():
+            shutil.copymode(target, part)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _is_device(path: Path) -> bool:
+    return path.parts[:2] == ("/", "dev") or (path.exists() and not path.is_file())
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Finds out before minutes of compiling whether a file can be written after them.
+
+    Raises:
+      ValueError: it cannot; the message says why.
+    """
+    folder = path.resolve().parent
+    if path.is_dir():
+        raise ValueError(f"{option} {path}: is a folder; need the name of a file")
+    if _is_device(path):
+        return
+    if not folder.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {folder}; make it first")
+    locked = path if path.exists() and not os.access(path, os.W_OK) else folder
+    if not os.access(locked, os.W_OK):
+        raise ValueError(f"{option} {path}: {locked} cannot be written by this user")
