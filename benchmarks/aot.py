@@ -1,11 +1,13 @@
-"""What XLA makes of a weight update: replicated, ZeRO-1 by hand, and `shard_updates`.
+"""What XLA makes of a train step: replicated, ZeRO-1 by hand, and `shard_step` twice.
 
     python -m benchmarks.aot                      # all cases; hours on two cores
     python -m benchmarks.aot --case "v5e:16x16 resnet50 lars"
     python -m benchmarks.aot --table              # only the table, from what is kept
+    python -m benchmarks.aot --update-only        # of the update alone, without the model
 
 Compiles for clusters that need not be there (`large_scale.aot`), keeps every report in
-`docs/aot.json`, and writes `docs/aot_table.md` from all that it holds.
+`docs/aot.json`, and writes `docs/aot_table.md` from all that it holds (with `--update-only`
+`aot_update.json` and `aot_update_table.md`).
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ MODELS = (
     ("gpt2", "adam"),
 )
 CASES = [f"{t} {model} {optimizer}" for model, optimizer in MODELS for t in TOPOLOGIES]
-VARIANTS = ("replicated", "zero1", "ours")
 
 Reports = dict[str, dict[str, Any]]
 
@@ -38,71 +39,76 @@ Reports = dict[str, dict[str, Any]]
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--case", action="append", choices=CASES, help="default: all")
+    parser.add_argument("--update-only", action="store_true", help="no forward, no backward pass")
     parser.add_argument("--table", action="store_true", help="compile nothing")
     parser.add_argument("--docs", type=Path, default=DOCS)
     args = parser.parse_args(argv)
-    kept = args.docs / "aot.json"
+    name = "aot_update" if args.update_only else "aot"
+    kept = args.docs / f"{name}.json"
     found: dict[str, Reports] = json.loads(kept.read_text()) if kept.exists() else {}
     for case in [] if args.table else args.case or CASES:
         print(case, flush=True)
-        found[case] = compiled(case)
+        found[case] = compiled(case, update_only=args.update_only)
         ordered = {c: found[c] for c in CASES if c in found}
         kept.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
     if found:
-        (args.docs / "aot_table.md").write_text(table(found), encoding="utf-8")
+        (args.docs / f"{name}_table.md").write_text(table(found), encoding="utf-8")
 
 
-def compiled(case: str) -> Reports:
+def compiled(case: str, *, update_only: bool = False) -> Reports:
     """The reports of one case, from a process of its own, whose memory is given back."""
     topology, model, optimizer = case.split()
     command = [sys.executable, "-m", "large_scale.cli", "aot", "--topology", topology]
     command += ["--model", model, "--optimizer", optimizer, "--json", "/dev/stdout", "--quiet"]
+    command += ["--update-only"] if update_only else []
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return {report["name"]: report for report in json.loads(done.stdout)}
 
 
 def table(found: dict[str, Reports]) -> str:
-    """A row for each case, in the order of `CASES`; the GPU compiler estimates no cycles."""
-    head = [
-        *("topology", "model, optimizer"),
-        *("sent", "ZeRO-1", "ours"),
-        *("peak", "ZeRO-1", "ours"),
-        *("cycles", "ZeRO-1", "ours", "of them relayout"),
-        "largest all-reduce",
-    ]
+    """A row for each case, in the order of `CASES`; the GPU compiler estimates no cycles.
+
+    The first variant in units, the others as multiples of it: what is sent, peak memory, all cycles
+    without collectives and those of the update, relayouts included.
+    """
+    first, *others = next(iter(found.values()))
+    sums = ("sent", "peak", "cycles", "update")
+    head = ["topology", "model, optimizer"]
+    head += [cell for sum_ in sums for cell in (sum_, *others)]
+    head += [f"largest all-reduce, {v}" for v in others if v.startswith("ours")]
     lines = [head, ["---", "---", *["---:"] * (len(head) - 2)]]
     for case in CASES:
         if case not in found:
             continue
         topology, model, optimizer = case.split()
-        reports = [found[case][v] for v in VARIANTS]
-        sent = [r["sent_bytes"] for r in reports]
-        peak = [r["peak_bytes"] for r in reports]
+        reports = [found[case][v] for v in (first, *others)]
         cycles = [r["total_cycles"] for r in reports]
-        relayout = reports[-1]["cycles"].get("relayout", 0)
+        update = [sum(r["cycles"].get(k, 0) for k in ("update", "relayout")) for r in reports]
         lines.append(
             [
                 topology,
                 f"{model}, {optimizer}",
-                *_against(sent, 2**20, "MiB", 3),
-                *_against(peak, 2**20, "MiB", 2),
-                *(_against(cycles, 1e6, "M", 2) if cycles[0] else ["-"] * 3),
-                f"{relayout / cycles[-1]:.0%}" if cycles[0] else "-",
-                f"{_largest(reports[-1]) / 2**20:.2f} MiB",
+                *_against([r["sent_bytes"] for r in reports], 2**20, "MiB", 3),
+                *_against([r["peak_bytes"] for r in reports], 2**20, "MiB", 2),
+                *_against(cycles, 1e6, "M", 2),
+                *_against(update, 1e6, "M", 3),
+                *(_largest(r) for r in reports if r["name"].startswith("ours")),
             ]
         )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def _against(values: Sequence[float], unit: float, name: str, digits: int) -> list[str]:
-    """The first in a unit, the others as a multiple of it."""
+    """The first in a unit, the others as a multiple of it; "-" where there is none."""
     first, *others = values
+    if not first:
+        return ["-"] * len(values)
     return [f"{first / unit:.1f} {name}", *(f"{v / first:.{digits}f}" for v in others)]
 
 
-def _largest(report: dict[str, Any]) -> int:
+def _largest(report: dict[str, Any]) -> str:
     sizes = [c["largest_operand_bytes"] for c in report["collectives"] if c["kind"] == "all-reduce"]
-    return max(sizes, default=0)
+    return f"{max(sizes, default=0) / 2**20:.2f} MiB"
 
 
 if __name__ == "__main__":

@@ -1,27 +1,23 @@
-"""`large-scale aot`: what sharding the update does on a cluster, before you rent it."""
+"""`large-scale aot`: what a train step does on a cluster, before you rent it."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 
-from large_scale import aot, report, shapes
+import wusharding as wus
+from large_scale import aot, report
 from large_scale.compare import Comparison, check_writable
 from large_scale.mesh import make_mesh
-from large_scale.programs import OPTIMIZERS, VARIANTS, update_program
+from large_scale.models import MODELS
+from large_scale.programs import OPTIMIZERS, VARIANTS, Program, update_program
+from large_scale.steps import STEPS, step_program
 from large_scale.topology import Topology
-
-MODELS: dict[str, Callable[[], shapes.Shapes]] = {
-    "resnet50": shapes.resnet50,
-    "transformer-big": shapes.transformer_big,
-    "bert-large": shapes.bert_large,
-    "gpt2": shapes.gpt2,
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")  # no look for a TPU: nothing runs
     try:
         return _aot(args)
-    except (ValueError, OSError, aot.MissingCompilerError, ModuleNotFoundError) as e:
+    except (
+        *(ValueError, OSError, ModuleNotFoundError),
+        *(aot.MissingCompilerError, wus.ShardingError),
+    ) as e:
         print(f"large-scale: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -43,17 +42,35 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     one = commands.add_parser(
         "aot",
-        help="compile a model's weight update for a topology, and report on it",
-        description="Compiles the weight update of a model for a TPU topology that need not exist, "
-        "and reports memory, collectives and cycles of one device. " + _explained(list(VARIANTS)),
+        help="compile a model's train step for a topology, and report on it",
+        description="Compiles the train step of a model for a topology that need not exist, and "
+        "reports memory, collectives and cycles of one device. "
+        f"{_explained(STEPS)} With --update-only there is no forward or backward pass: gradients "
+        f"come in, whole weights go out. {_explained(VARIANTS)}",
     )
     one.add_argument("--topology", required=True, help='such as "v5e:16x16" or "v3:128x32"')
     one.add_argument("--model", required=True, choices=MODELS)
     one.add_argument("--optimizer", required=True, choices=OPTIMIZERS)
     one.add_argument(
+        "--update-only", action="store_true", help="no forward or backward pass: the update alone"
+    )
+    one.add_argument(
         "--compare",
-        default=",".join(VARIANTS),
-        help="which of %(default)s, separated by commas (default: all)",
+        metavar="VARIANTS",
+        help=f"which of {','.join(STEPS)} (with --update-only of {','.join(VARIANTS)}), "
+        "separated by commas (default: all)",
+    )
+    one.add_argument(
+        "--examples",
+        type=int,
+        metavar="N",
+        help="images or sequences on each device (default: 8, 2)",
+    )
+    one.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="what forward and backward pass compute in; weights are float32 (default: float32)",
     )
     one.add_argument("--quiet", action="store_true", help="no table on the terminal")
     one.add_argument("--json", type=Path, metavar="FILE", help="write the reports here")
@@ -64,11 +81,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _aot(args: argparse.Namespace) -> int:
-    variants = args.compare.split(",")
-    if unknown := [v for v in variants if v not in VARIANTS]:
-        raise ValueError(f"--compare: unknown {unknown}; need some of {', '.join(VARIANTS)}")
+    known = VARIANTS if args.update_only else STEPS
+    variants = args.compare.split(",") if args.compare else list(known)
+    if unknown := [v for v in variants if v not in known]:
+        raise ValueError(f"--compare: unknown {unknown}; need some of {', '.join(known)}")
     if twice := sorted({v for v in variants if variants.count(v) > 1}):
         raise ValueError(f"--compare: {', '.join(twice)} more than once; name each variant once")
+    if args.examples is not None and args.examples < 1:
+        raise ValueError(f"--examples: found {args.examples}, need 1 or more")
     # What would fail after minutes of compiling fails now.
     for option, path in (("--json", args.json), ("--html", args.html)):
         if path is not None:
@@ -77,18 +97,18 @@ def _aot(args: argparse.Namespace) -> int:
         report.library("matplotlib")
     topology = Topology.of(args.topology)
     mesh = make_mesh(topology, devices=aot.devices(topology), axis_types=AxisType.Auto)
-    weights = MODELS[args.model]()
-    num_weights = sum(x.size for x in weights.values())
+    num_weights = sum(x.size for x in MODELS[args.model].shapes().values())
+    what = "update" if args.update_only else "train step"
+    size = f"{topology.num_devices:,} devices"
     found = Comparison(
-        f"{args.model}, {args.optimizer}, on {topology} ({topology.num_devices:,} devices)",
-        f"One update by {args.optimizer} of the {num_weights:,} weights of {args.model}, compiled "
-        f"for {topology}, a cluster of {topology.num_devices:,} devices that need not exist. "
-        "Gradients of each device come in, whole new weights go out; there is no forward or "
-        "backward pass.\n" + _explained(variants, "\n"),
+        f"{what} of {args.model}, {args.optimizer}, on {topology} ({size})",
+        f"One {what} of {args.model}, {num_weights:,} weights, by {args.optimizer}, compiled for "
+        f"{topology}, a cluster of {size} that need not exist."
+        f"\n{_explained({v: known[v] for v in variants}, chr(10))}",
     )
     try:
         for variant in variants:
-            program = update_program(variant, OPTIMIZERS[args.optimizer](), weights, mesh)
+            program = _program(args, variant, mesh)
             found.compile({variant: (program.step, *program.args)})
     except BaseException:
         _save_finished(found, args)
@@ -101,8 +121,16 @@ def _aot(args: argparse.Namespace) -> int:
     return 1 if found.unfit else 0
 
 
-def _explained(variants: Sequence[str], between: str = " ") -> str:
-    return between.join(f"{name}: {VARIANTS[name]}." for name in variants)
+def _program(args: argparse.Namespace, variant: str, mesh: Mesh) -> Program:
+    model, optimizer = MODELS[args.model], OPTIMIZERS[args.optimizer]()
+    if args.update_only:
+        return update_program(variant, optimizer, model.shapes(), mesh)
+    model = model.computing_in(args.dtype)
+    return step_program(variant, optimizer, model, mesh, examples=args.examples)
+
+
+def _explained(variants: Mapping[str, str], between: str = " ") -> str:
+    return between.join(f"{name}: {what}." for name, what in variants.items())
 
 
 def _save_finished(found: Comparison, args: argparse.Namespace) -> None:

@@ -41,8 +41,8 @@ VARIANTS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class UpdateProgram:
-    """A step to compile: `step(params, state, grads)`, which donates the first two."""
+class Program:
+    """A step to compile: `step(params, state, grads or batch)`, which donates the first two."""
 
     name: str
     step: Any
@@ -55,7 +55,7 @@ def update_program(
     shapes: Shapes,
     mesh: Mesh,
     **options: Any,
-) -> UpdateProgram:
+) -> Program:
     """One of `VARIANTS`.
 
     Args:
@@ -70,7 +70,7 @@ def update_program(
         raise ValueError(f"variant {variant!r}: need one of {', '.join(VARIANTS)}")
     if mesh.axis_types[mesh.axis_names.index("data")] != AxisType.Auto:
         raise ValueError("update_program: needs a mesh with axis_types=AxisType.Auto")
-    params = _structs(shapes, mesh, P())
+    params = on_mesh(shapes, mesh, P())
     n = mesh.shape["data"]
     grads = {
         k: jax.ShapeDtypeStruct(
@@ -81,10 +81,11 @@ def update_program(
         for k, x in shapes.items()
     }
     step, state = make(optimizer, params, mesh, options)
-    return UpdateProgram(variant, step, (params, state, grads))
+    return Program(variant, step, (params, state, grads))
 
 
-def _structs(tree: Tree, mesh: Mesh, spec: P) -> Tree:
+def on_mesh(tree: Tree, mesh: Mesh, spec: P) -> Tree:
+    """Shapes of arrays that lie on a mesh, all in the same way."""
     sharding = NamedSharding(mesh, spec)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
@@ -94,9 +95,10 @@ def _local(grads: Tree, params: Tree) -> Tree:
     return jax.tree.map(lambda g, p: g.reshape(p.shape), grads, params)
 
 
-def _updated(
+def updated(
     optimizer: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree
 ) -> tuple[Tree, Tree]:
+    """New weights and state, as users write it."""
     updates, state = optimizer.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
@@ -108,10 +110,10 @@ def _replicated(
 
     def step(params: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
         mean = lax.pmean(_local(grads, params), "data")
-        return _updated(optimizer, mean, state, params)
+        return updated(optimizer, mean, state, params)
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=(P(), P()))
-    state = _structs(jax.eval_shape(optimizer.init, params), mesh, P())
+    state = on_mesh(jax.eval_shape(optimizer.init, params), mesh, P())
     return jax.jit(mapped, donate_argnums=(0, 1)), state
 
 
@@ -120,24 +122,26 @@ def _zero1(
 ) -> tuple[Any, Tree]:
     del options
     n = mesh.shape["data"]
-
-    def sharding(x: Any) -> NamedSharding:
-        dims = [d for d, size in enumerate(x.shape) if size and size % n == 0]
-        spec = P(*([None] * dims[0]), "data") if dims else P()
-        return NamedSharding(mesh, spec)
-
-    plain = jax.eval_shape(optimizer.init, params)
-    state = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(x)), plain
-    )
+    state = split_by_hand(jax.eval_shape(optimizer.init, params), mesh)
 
     def step(params: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
         mean = jax.tree.map(lambda g, p: jnp.mean(g.reshape(n, *p.shape), axis=0), grads, params)
-        return _updated(optimizer, mean, state, params)
+        return updated(optimizer, mean, state, params)
 
-    whole = jax.tree.map(lambda _: NamedSharding(mesh, P()), params)
-    split = jax.tree.map(lambda x: x.sharding, state)
-    return jax.jit(step, donate_argnums=(0, 1), out_shardings=(whole, split)), state
+    out = jax.tree.map(lambda x: x.sharding, (params, state))
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=out), state
+
+
+def split_by_hand(state: Tree, mesh: Mesh) -> Tree:
+    """Shapes of state, each array split over `data` on the first dim that divides, if one does."""
+    n = mesh.shape["data"]
+
+    def split(x: Any) -> jax.ShapeDtypeStruct:
+        dims = [d for d, size in enumerate(x.shape) if size and size % n == 0]
+        spec = P(*([None] * dims[0]), "data") if dims else P()
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(split, state)
 
 
 def _ours(

@@ -18,7 +18,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import wusharding as wus
-from large_scale import Topology, aot, cli, hlo, libtpu, make_mesh, programs, report, shapes
+from large_scale import Topology, aot, cli, hlo, libtpu, make_mesh, programs, report, shapes, steps
+from large_scale.models import Model
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -225,18 +226,31 @@ def test_no_library(monkeypatch):
 
 @pytest.fixture
 def tiny(monkeypatch):
-    monkeypatch.setitem(cli.MODELS, "tiny", lambda: {"<w>": struct(64, 40), "b": struct(24)})
+    model = Model(
+        lambda: {"<w>": struct(64, 40), "b": struct(24)},
+        lambda params, batch: jnp.sum(batch["x"] @ params["<w>"]) + jnp.sum(params["b"] ** 2),
+        lambda examples: {"x": struct(examples, 64)},
+        2,
+    )
+    monkeypatch.setitem(cli.MODELS, "tiny", model)
 
 
-def test_the_command_prints_and_keeps_what_it_found(tiny, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("options", "variants"), [([], steps.STEPS), (["--update-only"], programs.VARIANTS)]
+)
+def test_the_command_prints_and_keeps_what_it_found(
+    tiny, tmp_path, capsys, monkeypatch, options, variants
+):
+    monkeypatch.setenv("COLUMNS", "160")
     page, data = tmp_path / "page.html", tmp_path / "data.json"
-    command = ["aot", "--topology", "cpu:8", "--model", "tiny", "--optimizer", "adam"]
+    command = ["aot", "--topology", "cpu:8", "--model", "tiny", "--optimizer", "adam", *options]
     assert cli.main([*command, "--json", str(data), "--html", str(page)]) == 0
     out = capsys.readouterr().out
-    assert "tiny, adam, on cpu:8 (8 devices)" in out
-    for word in ("replicated", "zero1", "ours", "peak memory", "sent by a device"):
+    what = "update" if options else "train step"
+    assert f"{what} of tiny, adam, on cpu:8 (8 devices)" in out
+    for word in (*variants, "peak memory", "sent by a device"):
         assert word in out
-    assert [r["name"] for r in json.loads(data.read_text())] == list(programs.VARIANTS)
+    assert [r["name"] for r in json.loads(data.read_text())] == list(variants)
     assert "<td>" in page.read_text() and 'src="page.png"' in page.read_text()
     assert (tmp_path / "page.png").stat().st_size > 1000
     assert cli.main([*command, "--compare", "ours", "--quiet"]) == 0
@@ -248,6 +262,11 @@ def test_the_command_prints_and_keeps_what_it_found(tiny, tmp_path, capsys):
     [
         (["--topology", "v9:4x4"], "no chip 'v9' is known; known are v2"),
         (["--topology", "cpu:8", "--compare", "ours,zero9"], "unknown ['zero9']; need some of"),
+        (
+            ["--topology", "cpu:8", "--update-only", "--compare", "ours-split"],
+            "need some of replicated, zero1, ours",
+        ),
+        (["--topology", "cpu:8", "--examples", "0"], "--examples: found 0, need 1 or more"),
         (["--topology", "cpu:64"], "xla_force_host_platform_device_count=64"),
         (["--topology", "v5e:4x"], "need CHIP:DIMS"),
     ],
