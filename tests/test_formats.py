@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wusharding.formats import Format, has_whole_tiles
+from wusharding.formats import LANES, SUBLANES, Format, has_whole_tiles
 from wusharding.formats.buckets import fill_buckets
 
 SHAPES = [(), (0,), (1,), (3,), (7,), (13,), (4, 0, 2), (1, 5), (17, 12), (3, 3, 5, 7), (5, 1, 2)]
 SHAPES += [(16, 256), (1, 3, 8, 128)]  # whole tiles
+SHAPES += [(9, 128), (57, 256)]  # rows do not fill tiles
 SHARDS = [*range(1, 9), 256, 2048]
 
 
@@ -30,11 +31,16 @@ def formats(shape: tuple[int, ...], num_shards: int) -> list[Format]:
     ndim = max(len(shape), 1)
     runs = [(lo, hi) for lo, hi in itertools.combinations(range(ndim + 1), 2)]
     made = [Format.split(shape, lo, hi, num_shards=num_shards) for lo, hi in runs]
-    return made + [
+    made += [
         dataclasses.replace(fmt, tiled=True)
         for fmt in made
         if has_whole_tiles(shape) and fmt.hi == ndim and fmt.hi - fmt.lo > 1
     ]
+    if len(shape) == 2 and shape[1] and shape[1] % LANES == 0:
+        unit = math.lcm(SUBLANES, num_shards)
+        rows = -(-shape[0] // unit) * unit
+        made.append(Format(shape, 0, 2, num_shards, rows * shape[1] // num_shards, tiled=True))
+    return made
 
 
 @pytest.mark.parametrize("num_shards", SHARDS)
@@ -103,6 +109,16 @@ def test_a_shard_is_its_piece_of_the_packed_array(shape: tuple[int, ...]) -> Non
                 found = fmt.to_stored(fmt.shard_of(jnp.asarray(x), i))
                 np.testing.assert_array_equal(found, piece)
             np.testing.assert_array_equal(fmt.pack(jnp.asarray(x)), fmt.pack(x))
+
+
+@pytest.mark.parametrize("num_shards", [1, 3, 8, 64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_filled_is_what_packing_fills(shape: tuple[int, ...], num_shards: int) -> None:
+    for fmt in formats(shape, num_shards):
+        packed = fmt.pack(np.ones(shape or (), np.float32))
+        along = np.moveaxis(packed.reshape(fmt.padded_shape), fmt.lo, -1)
+        filled = fmt.is_filled(np.arange(fmt.num_shards * fmt.chunk_elems))
+        assert (along == filled).all()
 
 
 def test_padding_does_not_come_back() -> None:

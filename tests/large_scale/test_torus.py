@@ -140,6 +140,7 @@ TILES = {
     "tiles": jnp.sin(jnp.arange(64 * 256.0)).reshape(64, 256),
     "conv": jnp.cos(jnp.arange(3 * 8 * 128.0)).reshape(3, 1, 8, 128),
     "odd": jnp.sin(jnp.arange(24 * 384.0)).reshape(24, 384) / 2,
+    "embedding": jnp.sin(jnp.arange(1015 * 256.0)).reshape(1015, 256),  # 9 rows of padding
     "narrow": jnp.cos(jnp.arange(3 * 3 * 16 * 64.0)).reshape(3, 3, 16, 64),
     "rows": jnp.sin(jnp.arange(64 * 100.0)).reshape(64, 100),
     "bias": jnp.arange(100.0) / 64,
@@ -151,6 +152,8 @@ OPTIMIZERS = {
     "adafactor": optax.adafactor(0.01, min_dim_size_to_factor=8),
     "muon": optax.contrib.muon(0.01),
     "prodigy": optax.contrib.prodigy(0.1),  # takes dot products of flattened weights
+    # Padding that counted would add ones to the sum.
+    "softmax": optax.stateless(lambda g, _: jax.tree.map(lambda x: x / jnp.exp(x).sum(), g)),
 }
 
 
@@ -161,6 +164,7 @@ OPTIMIZERS = {
         ("adam", 1 << 22),
         ("lamb", 1 << 16),
         ("prodigy", 1 << 16),
+        ("softmax", 1 << 16),
         pytest.param("adafactor", 1, marks=pytest.mark.slow),
         pytest.param("muon", 1, marks=pytest.mark.slow),
     ],
@@ -183,6 +187,7 @@ def test_whole_tiles_are_split_tile_by_tile():
     tx = wus.shard_updates(optax.adam(0.01), mesh=mesh, target="tpu")
     formats = {leaf.path: leaf.format for leaf in tx.plan(TILES).params}
     assert formats["['odd']"] == "all dims merged tile by tile, 1152 each"
+    assert "tile by tile as rows x 128, 32768 each" in formats["['embedding']"]
     assert formats["['tiles']"] == formats["['rows']"] == "dim 0, 8 each"  # whole tiles already
     assert "tile" not in formats["['narrow']"] + formats["['bias']"]
     # Dims that an optimizer tells apart are not merged.

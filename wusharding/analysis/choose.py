@@ -21,6 +21,8 @@ TARGETS: tuple[Target, ...] = ("cpu", "gpu", "tpu")
 FORMAT_CHOICES: tuple[FormatChoice, ...] = ("auto", "dim", "merged", "flat")
 
 _MAX_ALIGNMENT_WASTE = 0.005
+_MAX_ROW_WASTE = 0.0095
+_SHORT_TILES, _EVEN_PARTS = 256, 32  # pieces of up to so many tiles are scattered in one part
 _ALONE_BYTES: dict[Target, int] = {"cpu": 256 * 2**10, "tpu": 256 * 2**10}
 
 
@@ -58,10 +60,9 @@ def candidates(
             if target == "tpu" and math.prod(tile[lo:hi]) == math.prod(tile):
                 chunk = _aligned(chunk)
             span = Span(lo, hi, chunk).narrowed(shape)
-            spans[span] = _cost(tile, span, replicas.num_shards, target)
-            if target == "tpu" and (lo, hi) == (0, ndim) and has_whole_tiles(tile):
-                by_tiles = Span(lo, hi, -(-math.prod(tile) // replicas.num_shards), tiled=True)
-                spans[by_tiles.narrowed(shape)] = _padding_cost(tile, by_tiles, replicas.num_shards)
+            spans[span] = _cost(tile, span, replicas, target)
+            if target == "tpu" and (lo, hi) == (0, ndim):
+                spans |= {s.narrowed(shape): cost for s, cost in _by_tiles(tile, replicas)}
     ranked = sorted(spans.items(), key=lambda item: (item[1], item[0].hi - item[0].lo, item[0].lo))
     return [(cost, Placement(tiles, span)) for span, cost in ranked]
 
@@ -99,6 +100,44 @@ def _family(lo: int, hi: int, ndim: int) -> tuple[FormatChoice, ...] | None:
     return tuple(names) or None
 
 
+def _by_tiles(tile: tuple[int, ...], replicas: Replicas) -> list[tuple[Span, float]]:
+    """Spans of whole arrays in the order of their tiles, with their costs.
+
+    Where rows do not fill tiles they are padded, to as many as make scattering them cheapest.
+    """
+    ndim, shards = len(tile), replicas.num_shards
+    elems = math.prod(tile)
+    spans = []
+    if has_whole_tiles(tile):
+        spans.append(Span(0, ndim, -(-elems // shards), tiled=True))
+    if ndim > 1 and elems and math.prod(tile[:-2]) == 1 and tile[-1] % LANES == 0:
+        rows, cols = tile[-2:]
+        unit = math.lcm(SUBLANES, shards // math.gcd(shards, cols))
+        first = -(-rows // unit) * unit
+        tried = range(first, int(rows * (1 + _MAX_ROW_WASTE)) + 1, unit)
+        padded = [Span(ndim - 2, ndim, r * cols // shards, tiled=True) for r in tried]
+        spans += [s for s in padded if s.chunk * shards > elems]
+    costs = [_padding_cost(tile, s, shards) + _scatter_cost(s.chunk, replicas) for s in spans]
+    return sorted(zip(spans, costs, strict=True), key=lambda found: found[1])[:2]
+
+
+def _scatter_cost(shard_elems: int, replicas: Replicas) -> float:
+    """Passes over the leaf to give the pieces of each phase a size that is scattered as it is.
+
+    Pieces are padded to an even number of tiles (see `tile_padding`). Long ones run through the
+    ring in parts; the compiler pads them itself, by permutations, where they do not divide well.
+    """
+    cost, pieces = 0.0, 1
+    for phase in replicas.phases:
+        before, pieces = pieces, pieces * phase.size
+        tiles, rest = divmod(shard_elems * replicas.num_shards, SUBLANES * LANES * pieces)
+        if rest or tiles % 2:
+            cost += 2.0 / before
+        elif tiles > _SHORT_TILES and tiles % _EVEN_PARTS:
+            cost += 2.0 / pieces
+    return cost
+
+
 def _aligned(chunk: int) -> int:
     """Whole 8 x 128 tiles, or whole lanes, where that wastes next to nothing."""
     for unit in (SUBLANES * LANES, LANES, SUBLANES):
@@ -108,12 +147,13 @@ def _aligned(chunk: int) -> int:
     return chunk
 
 
-def _cost(tile: tuple[int, ...], span: Span, num_shards: int, target: Target) -> float:
+def _cost(tile: tuple[int, ...], span: Span, replicas: Replicas, target: Target) -> float:
     elems = max(math.prod(tile), 1)
-    cost = _padding_cost(tile, span, num_shards)
+    cost = _padding_cost(tile, span, replicas.num_shards)
     if target != "tpu":
         return cost + (1.0 if span.lo > 0 and elems > 1 else 0.0)
-    return cost + _tpu_relayout(tile, span)
+    shard_elems = span.chunk * math.prod(tile[: span.lo]) * math.prod(tile[span.hi :])
+    return cost + _tpu_relayout(tile, span) + _scatter_cost(shard_elems, replicas)
 
 
 def _padding_cost(tile: tuple[int, ...], span: Span, num_shards: int) -> float:

@@ -328,7 +328,7 @@ class Decider:
         for i, (v, placement) in enumerate(zip(ins, fit.ins, strict=True)):
             fmt = placement.format(self.avals[v].shape, self.replicas)
             if fmt is not None and fmt.pad_elems:
-                masks.append(Mask(i, fmt.lo, fmt.chunk_elems, fmt.merged_elems, fit.partial))
+                masks.append(Mask(i, fmt, fit.partial))
         return tuple(masks)
 
     def _replicated(self, op: Op, ins: Sequence[int]) -> None:

@@ -14,16 +14,15 @@ from typing import Any, Literal, NamedTuple
 from wusharding.analysis.placement import Placement, Replicas
 from wusharding.analysis.rules import LocalView
 from wusharding.analysis.rules.base import Reduction
+from wusharding.formats import Format
 from wusharding.jaxprs import Aval, Op, Program
 
 
 class Mask(NamedTuple):
-    """Padding that must not count: what lies beyond `valid` elements along `dim` of all shards."""
+    """Padding that must not count: where the shards of an operand hold none of its elements."""
 
     operand: int
-    dim: int
-    chunk: int
-    valid: int
+    format: Format
     reduction: Reduction
 
 

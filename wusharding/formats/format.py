@@ -36,8 +36,9 @@ class Format:
       chunk_elems: length of one shard along the merged dim; at least `ceil(merged / N)`.
       lanes: store flattened shards as `(rows, lanes)`; only where all dims are merged and `lanes`
         divides the chunk.
-      tiled: elements are merged tile by tile, each 8 x 128 of the two minor dims; only where those
-        are merged and whole tiles fill them.
+      tiled: elements are merged tile by tile, each 8 x 128 of the two minor dims. Those have to be
+        merged, and whole tiles have to fill them: as they are, or, where nothing else is merged,
+        once the rows are padded to `num_shards * chunk_elems` elements.
 
     >>> f = Format.split((3, 5), 0, 2, num_shards=4)
     >>> f.shard_shape, f.padded_shape, f.pad_elems
@@ -68,11 +69,13 @@ class Format:
                 f"got dims {self.lo}:{self.hi} of {self.shape}, chunk {self.chunk_elems}"
             )
         if self.tiled and not (
-            self.hi == len(self.shape) > self.lo + 1 and has_whole_tiles(self.shape)
+            self.hi == len(self.shape) > self.lo + 1
+            and (has_whole_tiles(self.shape) or self.padded_rows)
         ):
             raise ValueError(
                 f"Format: tiled=True needs the two minor dims merged and filled with whole tiles "
-                f"of {SUBLANES} x {LANES}, got dims {self.lo}:{self.hi} of {self.shape}"
+                f"of {SUBLANES} x {LANES}, got dims {self.lo}:{self.hi} of {self.shape}, "
+                f"{self.num_shards} shards of {self.chunk_elems}"
             )
 
     @classmethod
@@ -100,6 +103,15 @@ class Format:
     def merged_elems(self) -> int:
         """Length of the merged dim, without padding."""
         return math.prod(self.shape[self.lo : self.hi])
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of the two minor dims with their padding, where that fills whole tiles; else 0."""
+        cols = self.shape[-1] if self.tiled and self.hi - self.lo == 2 else 0
+        if not cols or cols % LANES:
+            return 0
+        rows, rest = divmod(self.num_shards * self.chunk_elems, cols)
+        return 0 if rest or rows % SUBLANES else rows
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -141,10 +153,14 @@ class Format:
 
     def _merged(self, x: Any, xp: Any) -> Any:
         """`x` with dims `lo:hi` merged and padded."""
+        length = self.merged_elems
+        if more := self._more_rows:
+            x = xp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, more), (0, 0)])
+            length += more * self.shape[-1]
         if self.tiled:
             x = xp.swapaxes(x.reshape(self._by_tiles), -3, -2)
-        merged = x.reshape(self.shape[: self.lo] + (self.merged_elems,) + self.shape[self.hi :])
-        pad = self.num_shards * self.chunk_elems - self.merged_elems
+        merged = x.reshape(*self.shape[: self.lo], length, *self.shape[self.hi :])
+        pad = self.num_shards * self.chunk_elems - length
         if pad:
             widths = [(0, 0)] * merged.ndim
             widths[self.lo] = (0, pad)
@@ -152,20 +168,41 @@ class Format:
         return merged
 
     @property
+    def _more_rows(self) -> int:
+        """Rows that are added before elements are taken tile by tile."""
+        return self.padded_rows - self.shape[-2] if self.padded_rows else 0
+
+    @property
     def _by_tiles(self) -> tuple[int, ...]:
-        """The shape with its two minor dims taken apart."""
-        rows, cols = self.shape[-2:]
+        """The shape, rows padded, with its two minor dims taken apart."""
+        rows, cols = self.shape[-2] + self._more_rows, self.shape[-1]
         return (*self.shape[:-2], rows // SUBLANES, SUBLANES, cols // LANES, LANES)
+
+    def is_filled(self, index: Any) -> Any:
+        """Whether positions along the merged dim of all shards hold an element, or padding.
+
+        >>> f = Format((9, 128), 0, 2, num_shards=2, chunk_elems=1024, tiled=True)
+        >>> [bool(f.is_filled(i)) for i in (0, 1151, 1152, 2047)]
+        [True, True, False, False]
+        """
+        if not self._more_rows:
+            return index < self.merged_elems
+        tile, within = index // (SUBLANES * LANES), index % (SUBLANES * LANES)
+        row = tile // (self.shape[-1] // LANES) * SUBLANES + within // LANES
+        return row < self.shape[-2]
 
     def unpack(self, stored: Any) -> Any:
         """`stored: [*padded_shape] -> [*shape]`; whatever the padding holds is dropped."""
         merged = stored.reshape(self._store_plain())
-        if merged.shape[self.lo] != self.merged_elems:
+        if not self.padded_rows and merged.shape[self.lo] != self.merged_elems:
             index = (slice(None),) * self.lo + (slice(0, self.merged_elems),)
             merged = merged[index]
         if self.tiled:
             *lead, rows, sublanes, cols, lanes = self._by_tiles
             merged = merged.reshape(*lead, rows, cols, sublanes, lanes).swapaxes(-3, -2)
+            if self._more_rows:
+                merged = merged.reshape(*lead, rows * sublanes, cols * lanes)
+                merged = merged[..., : self.shape[-2], :]
         return merged.reshape(self.shape)
 
     def _store_plain(self) -> tuple[int, ...]:
@@ -174,12 +211,42 @@ class Format:
 
     def shard_of(self, x: jax.Array, index: jax.Array | int) -> jax.Array:
         """Shard `index` of the whole `x: [*shape]`, in `local_shape`; padding is zero."""
+        start, length = index * self.chunk_elems, self.chunk_elems
+        if self._more_rows and self.is_flat:
+            x, first = self._rows_around(x.reshape(self.shape[-2:]), start)
+            return lax.dynamic_slice_in_dim(x, start - first, length).reshape(self.local_shape)
         merged = self._merged(x, jnp)
-        if self.tiled and self.is_flat and self.chunk_elems % LANES == 0:
+        if self.tiled and self.is_flat and merged.size % LANES == 0:
             # In this shape a shard's tiles can be read where they lie.
-            rows = merged.reshape(self.num_shards, -1, LANES)
-            return lax.dynamic_index_in_dim(rows, index, keepdims=False).reshape(self.local_shape)
-        return lax.dynamic_slice_in_dim(merged, index * self.chunk_elems, self.chunk_elems, self.lo)
+            rows = merged.reshape(-1, LANES)
+            if not length % LANES:
+                rows = rows.reshape(self.num_shards, -1, LANES)
+                return lax.dynamic_index_in_dim(rows, index).reshape(self.local_shape)
+            count = min(length // LANES + 2, rows.shape[0])
+            first = jnp.minimum(start // LANES, rows.shape[0] - count)
+            merged = lax.dynamic_slice_in_dim(rows, first, count).reshape(-1)
+            start = start - first * LANES
+            return lax.dynamic_slice_in_dim(merged, start, length).reshape(self.local_shape)
+        return lax.dynamic_slice_in_dim(merged, start, length, self.lo)
+
+    def _rows_around(self, x: jax.Array, start: jax.Array | int) -> tuple[jax.Array, Any]:
+        """Whole tiles of `x: [rows, cols]` that hold the shard at `start`, flat, and where they do.
+
+        The whole array would have to be padded, a copy, before a shard could be cut out of it.
+        """
+        rows, cols = x.shape
+        strip = SUBLANES * cols  # a row of tiles
+        count = SUBLANES * (-(-self.chunk_elems // strip) + 1)
+        row = start // strip * SUBLANES
+        if count < rows:
+            first = jnp.minimum(row, rows - count)
+            x = lax.dynamic_slice_in_dim(x, first, count)
+        else:
+            first = 0
+        x = jnp.pad(x, ((0, count), (0, 0)))
+        x = lax.dynamic_slice_in_dim(x, row - first, count)
+        tiles = x.reshape(count // SUBLANES, SUBLANES, cols // LANES, LANES).swapaxes(1, 2)
+        return tiles.reshape(-1), row * cols
 
     def to_local(self, stored: jax.Array) -> jax.Array:
         """One shard from its stored to its computing shape."""

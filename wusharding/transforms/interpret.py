@@ -120,9 +120,10 @@ class Interpreter:
 
     def _filled(self, x: jax.Array, mask: Mask) -> jax.Array:
         """Padding replaced by what changes nothing in the reduction, whatever it held."""
-        start = self.collectives.shard_index * mask.chunk
-        index = start + lax.broadcasted_iota(jnp.int32, x.shape, mask.dim)
-        return jnp.where(index < mask.valid, x, neutral(mask.reduction, x.dtype))
+        fmt = mask.format
+        start = self.collectives.shard_index * fmt.chunk_elems
+        index = start + lax.broadcasted_iota(jnp.int32, x.shape, fmt.lo)
+        return jnp.where(fmt.is_filled(index), x, neutral(mask.reduction, x.dtype))
 
     # ------------------------------------------------------------------------------- communication
 
