@@ -61,7 +61,7 @@ def compiled(case: str, *, update_only: bool = False) -> Reports:
     command = [sys.executable, "-m", "large_scale.cli", "aot", "--topology", topology]
     command += ["--model", model, "--optimizer", optimizer, "--json", "/dev/stdout", "--quiet"]
     command += ["--update-only"] if update_only else []
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return {report["name"]: report for report in json.loads(done.stdout)}
 
 

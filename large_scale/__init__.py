@@ -1,5 +1,7 @@
 """Training on large clusters: topologies, meshes, compiling for machines you do not have."""
 
+from large_scale.comparison import Comparison as Comparison
+from large_scale.comparison import compare as compare
 from large_scale.cost import choose as choose
 from large_scale.cost import links as links
 from large_scale.cost import scheme as scheme

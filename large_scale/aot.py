@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
 
 from large_scale import hlo, libtpu
 from large_scale.buffers import Dump, Peak
@@ -27,6 +28,8 @@ from large_scale.mesh import place_names, places
 from large_scale.record import Report as Report
 from large_scale.record import as_bytes
 from large_scale.topology import Topology
+
+_WHOLE = PartitionSpec()
 
 
 class MissingCompilerError(RuntimeError):
@@ -132,24 +135,65 @@ def _spec_of_gpu_compiler() -> Any:
 # ------------------------------------------------------------------------------------------ report
 
 
+def placed(tree: Any, mesh: jax.sharding.Mesh, spec: PartitionSpec = _WHOLE) -> Any:
+    """The shapes of a tree's arrays on a mesh: arguments for `compile_step`.
+
+    Args:
+      tree: arrays, or shapes as `jax.eval_shape` gives them; a whole Flax state, for example.
+        Shapes that lie on this mesh already keep their sharding, such as those of
+        `tx.abstract_state(params)`.
+      mesh: of `devices(...)`.
+      spec: how each of the others is split; as it is, every device holds them whole.
+
+    Raises:
+      ValueError: an array has fewer dims than the spec.
+
+    >>> mesh = jax.make_mesh((8,), ("data",))
+    >>> x = placed({"x": jnp.ones((16, 5))}, mesh, PartitionSpec("data"))["x"]
+    >>> x.shape, x.sharding.shard_shape(x.shape)
+    ((16, 5), (2, 5))
+    """
+    default = NamedSharding(mesh, spec)
+
+    def place(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(x, "sharding", None)
+        kept = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+        if not kept and len(spec) > len(x.shape):
+            raise ValueError(
+                f"placed: {jax.tree_util.keystr(path) or 'the array'} of shape {x.shape} has fewer "
+                f"dims than {spec}; place it apart"
+            )
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if kept else default)
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
 def compile_step(
     step: Callable[..., Any],
     *args: Any,
     name: str = "step",
-    donate_argnums: Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
 ) -> Report:
     """Compiles a step for the devices of its arguments' shardings, and reports on it.
 
     Args:
       step: a function, or one that `jax.jit` has wrapped already.
-      *args: trees of `jax.ShapeDtypeStruct` with a `NamedSharding` over a mesh of `devices(...)`.
+      *args: trees of `jax.ShapeDtypeStruct` with a `NamedSharding` over a mesh of `devices(...)`,
+        as `placed` makes them.
       name: what the report calls it.
       donate_argnums: as for `jax.jit`, where `step` is not wrapped already.
 
     Raises:
       DoesNotFitError: it needs more memory than a device has; the largest buffers are named.
-      ValueError: no argument has a sharding.
+      ValueError: no argument has a sharding; `donate_argnums` for a step that is wrapped already.
     """
+    if isinstance(donate_argnums, int):
+        donate_argnums = (donate_argnums,)
+    if hasattr(step, "lower") and donate_argnums:
+        raise ValueError(
+            f"compile_step: {name} is wrapped by jax.jit or shard_step already, which take "
+            "donate_argnums themselves; give it there"
+        )
     mesh = _mesh_of(args)
     topology = Topology.of(list(mesh.devices.flat))
     jitted: Any = step if hasattr(step, "lower") else jax.jit(step, donate_argnums=donate_argnums)
@@ -243,7 +287,7 @@ def _mesh_of(args: Sequence[Any]) -> Any:
             return mesh
     raise ValueError(
         "compile_step: no argument has a NamedSharding, so nothing says what to compile for. Give "
-        "jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)) with a mesh of "
+        "large_scale.aot.placed(tree, mesh, spec) with a mesh of "
         "large_scale.make_mesh(topology, devices=large_scale.aot.devices(topology))."
     )
 
@@ -289,19 +333,24 @@ def _explained(
 def _too_large(
     name: str, topology: Topology, needed: str, args: Sequence[Any], peak: Peak | None
 ) -> str:
-    buffers = [
+    arguments = [
         (_local_bytes(x), f"argument{jax.tree_util.keystr(path)} {x.dtype}{list(x.shape)}")
         for path, x in jax.tree_util.tree_leaves_with_path(args)
     ]
-    buffers += [
+    temporaries = [
         (b.nbytes, f"temporary {b.name} {b.type}" + (f" of {b.op_name}" if b.op_name else ""))
         for b in (peak.buffers if peak else ())
     ]
-    largest = sorted(buffers, key=lambda item: -item[0])[:6]
-    held = "; ".join(f"{as_bytes(n)} {what}" for n, what in largest)
+    largest = [
+        f"{as_bytes(nbytes)} {what}"
+        for buffers, count in ((arguments, 5), (temporaries, 3))
+        for nbytes, what in sorted(buffers, key=lambda item: -item[0])[:count]
+        if nbytes >= topology.device_hbm_bytes / 100
+    ]
     return (
         f"{name}: does not fit {topology}: needs {needed} of the "
-        f"{as_bytes(topology.device_hbm_bytes)} of a device. Largest on each device: {held}. "
+        f"{as_bytes(topology.device_hbm_bytes)} of a device. Largest on each device: "
+        f"{'; '.join(largest) or 'nothing large'}. "
         "Split weights over a model axis, shard the state, or take a larger chip."
     )
 

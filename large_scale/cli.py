@@ -12,12 +12,12 @@ from jax.sharding import AxisType, Mesh
 
 import wusharding as wus
 from large_scale import aot, report
-from large_scale.compare import Comparison, check_writable
+from large_scale.comparison import Comparison, check_writable
 from large_scale.mesh import make_mesh
 from large_scale.models import MODELS
 from large_scale.programs import OPTIMIZERS, VARIANTS, Program, update_program
 from large_scale.steps import STEPS, step_program
-from large_scale.topology import Topology
+from large_scale.topology import CHIPS, Topology
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +48,11 @@ def _parser() -> argparse.ArgumentParser:
         f"{_explained(STEPS)} With --update-only there is no forward or backward pass: gradients "
         f"come in, whole weights go out. {_explained(VARIANTS)}",
     )
-    one.add_argument("--topology", required=True, help='such as "v5e:16x16" or "v3:128x32"')
+    one.add_argument(
+        "--topology",
+        required=True,
+        help='such as "v5e:16x16" or "2*v5p:4x4x8", two slices; the chips are ' + ", ".join(CHIPS),
+    )
     one.add_argument("--model", required=True, choices=MODELS)
     one.add_argument("--optimizer", required=True, choices=OPTIMIZERS)
     one.add_argument(
@@ -82,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _aot(args: argparse.Namespace) -> int:
     known = VARIANTS if args.update_only else STEPS
-    variants = args.compare.split(",") if args.compare else list(known)
+    variants = list(known) if args.compare is None else args.compare.split(",")
     if unknown := [v for v in variants if v not in known]:
         raise ValueError(f"--compare: unknown {unknown}; need some of {', '.join(known)}")
     if twice := sorted({v for v in variants if variants.count(v) > 1}):

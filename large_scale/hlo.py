@@ -174,7 +174,7 @@ def _with_phases(
             before = frozenset[int]().union(*(near.get(_operand_name(o), ()) for o in i.operands))
             this = carriers.get(i.name)
             if this is None:
-                near[i.name] = before if _passes_on(i, computations) else frozenset()
+                near[i.name] = before if _passes_on(i, computation, computations) else frozenset()
                 continue
             same = [
                 phases[other]
@@ -187,11 +187,13 @@ def _with_phases(
     return [dataclasses.replace(one, phase=phase) for one, phase in zip(found, phases, strict=True)]
 
 
-def _passes_on(instruction: _Instruction, computations: dict[str, _Computation]) -> bool:
+def _passes_on(
+    instruction: _Instruction, computation: _Computation, computations: dict[str, _Computation]
+) -> bool:
     """Whether what it gives is what it takes, moved or cast."""
     if instruction.opcode.endswith(("-done", "-update")):  # of what its `-start` does
         return True
-    return _opcodes(instruction, computations) - _STILL <= _MOVES | {"convert"}
+    return _opcodes(instruction, computation, computations) - _STILL <= _MOVES | {"convert"}
 
 
 # -------------------------------------------------------------------------------------------- work
@@ -261,7 +263,7 @@ def work(hlo_text: str) -> list[Work]:
                 Work(
                     i.name,
                     i.opcode,
-                    _work_kind(i, computations),
+                    _work_kind(i, computations[name], computations),
                     i.cycles,
                     operands + _nbytes(i.type),
                     without_layout(i.type),
@@ -294,21 +296,40 @@ def _scheduled(hlo_text: str, computations: dict[str, _Computation]) -> list[str
     return found
 
 
-def _work_kind(instruction: _Instruction, computations: dict[str, _Computation]) -> str:
+def _work_kind(
+    instruction: _Instruction, computation: _Computation, computations: dict[str, _Computation]
+) -> str:
     if "transpose(jvp" in instruction.op_name:
         return "backward"
     if "jvp(" in instruction.op_name:
         return "forward"
-    moves = _opcodes(instruction, computations) - _STILL <= _MOVES
+    moves = _opcodes(instruction, computation, computations) - _STILL <= _MOVES
     return "relayout" if moves else "update"
 
 
-def _opcodes(instruction: _Instruction, computations: dict[str, _Computation]) -> set[str]:
+def _opcodes(
+    instruction: _Instruction,
+    computation: _Computation,
+    computations: dict[str, _Computation],
+) -> set[str]:
     """What it does; what is done in it, if it is a fusion. Asynchronous steps are what they do."""
     if instruction.opcode == "fusion":
         body = computations[instruction.attributes["calls"].removeprefix("%")]
-        return {i.opcode for i in body.values()}
-    return {instruction.opcode.removesuffix("-start").removesuffix("-done")}
+        return {_opcode(i, body) for i in body.values()}
+    return {_opcode(instruction, computation).removesuffix("-start").removesuffix("-done")}
+
+
+def _opcode(instruction: _Instruction, computation: _Computation) -> str:
+    """The opcode; a sum over dims of length 1 is a reshape."""
+    if instruction.opcode == "reduce":
+        before = _operand_type(instruction.operands[0], computation)
+        if _elements(before) == _elements(instruction.type):
+            return "reshape"
+    return instruction.opcode
+
+
+def _elements(type_text: str) -> int:
+    return sum(elements for _, elements in _arrays(type_text))
 
 
 def without_layout(type_text: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from large_scale import hlo
 from large_scale.buffers import Peak
 
-_KEPT = 10  # of each list in the JSON, the largest
+_KEPT = 5  # of each list in the JSON, the largest
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,7 +58,7 @@ _ROWS = (
     _Row(
         "outputs beside them",
         lambda r: as_bytes(r.output_bytes - r.alias_bytes),
-        "results that do not take the place of donated arguments",
+        "results that do not take the place of arguments; donate the old state to have them do so",
     ),
     _Row(
         "temporaries",

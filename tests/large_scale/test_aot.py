@@ -6,7 +6,9 @@ What needs XLA's TPU compiler runs where it is installed (`pip install 'wushardi
 import importlib
 import importlib.util
 import json
+import os
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +21,10 @@ from jax.sharding import PartitionSpec as P
 
 import wusharding as wus
 from large_scale import Topology, aot, cli, hlo, libtpu, make_mesh, programs, report, shapes, steps
+from large_scale.comparison import Comparison, check_writable, compare, write
 from large_scale.models import Model
 
+DOCS = Path(__file__).parents[2] / "docs"
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="XLA's TPU compiler is not installed: pip install 'wusharding[tpu-aot]'",
@@ -134,6 +138,71 @@ def test_a_step_on_this_machine():
     data = json.loads(found.to_json())
     assert data["sent_bytes"] == found.sent_bytes > 0
     assert {c["kind"] for c in data["collectives"]} == {c.kind for c in found.collectives}
+
+
+def test_a_wrapped_step_donates_by_itself():
+    mesh = make_mesh("cpu:8", axis_types=AxisType.Auto)
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    with pytest.raises(ValueError, match=r"step is wrapped by jax\.jit or shard_step already"):
+        aot.compile_step(jax.jit(lambda x: x + 1), x, donate_argnums=0)
+    assert aot.compile_step(lambda x: x + 1, x, donate_argnums=0).alias_bytes == 8 * 32 * 4
+
+
+def test_steps_of_ones_own_side_by_side(tmp_path):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    x = jax.ShapeDtypeStruct(
+        (64, 32), jnp.float32, sharding=NamedSharding(mesh, P("data", "model"))
+    )
+
+    def looped(x):
+        return lax.fori_loop(0, 3, lambda _, y: y / jnp.sum(y, axis=0), x)
+
+    found = compare({"sum": (lambda x: x.sum(0), x), "loop": (looped, x)}, title="Sums")
+    assert isinstance(found, Comparison) and [r.name for r in found.reports] == ["sum", "loop"]
+    text = str(found)
+    assert text.startswith("Sums\n") and "| on each device | sum | loop |" in text
+    assert "| sum | all-reduce along data, 1st |" in text
+    assert "| loop | all-reduce along data, 1st, in a loop |" in text
+    found.save(json=tmp_path / "sums.json", html=tmp_path / "sums.html")
+    assert [r["name"] for r in json.loads((tmp_path / "sums.json").read_text())] == ["sum", "loop"]
+    assert "<h1>Sums</h1>" in (tmp_path / "sums.html").read_text()
+
+
+@pytest.mark.parametrize("topology", ["cpu:8", pytest.param("v5e:4x4", marks=needs_libtpu)])
+def test_the_page_on_ones_own_step(topology, tmp_path, monkeypatch, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "aot.md").read_text(), re.DOTALL)
+    assert code.count('"v5e:4x4"') == 2
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(compile(code.replace("v5e:4x4", topology), "docs/aot.md", "exec"), names)
+    plain, updates, step = names["found"].reports
+    assert {p.name for p in tmp_path.iterdir()} == {"layer.html", "layer.json", "layer.png"}
+    assert "| on each device | as it is | shard_updates | shard_step |" in capsys.readouterr().out
+    for sharded in (updates, step):
+        assert sharded.argument_bytes < 0.6 * plain.argument_bytes
+    assert plain.largest("all-reduce") > 1000 * step.largest("all-reduce")
+    assert plain.alias_bytes and updates.alias_bytes and step.alias_bytes
+
+
+def test_arguments_are_placed():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    split = NamedSharding(mesh, P(None, "data"))
+    tree = {
+        "array": jnp.ones((16, 3)),
+        "shape": struct(8, 24),
+        "here": jax.ShapeDtypeStruct((5, 16), jnp.bfloat16, sharding=split),
+    }
+    found = aot.placed(tree, mesh, P("data"))
+    assert {k: x.sharding.spec for k, x in found.items()} == {
+        "array": P("data"),
+        "shape": P("data"),
+        "here": P(None, "data"),
+    }
+    assert {k: (x.shape, x.dtype) for k, x in found.items()} == {
+        k: (x.shape, x.dtype) for k, x in tree.items()
+    }
+    with pytest.raises(ValueError, match=r"placed: \['count'\] of shape \(\) has fewer dims"):
+        aot.placed({"count": struct()}, mesh, P("data"))
 
 
 def test_a_step_without_shardings_is_refused():
@@ -257,6 +326,89 @@ def test_the_command_prints_and_keeps_what_it_found(
     assert capsys.readouterr().out == ""
 
 
+COMMAND = ["aot", "--topology", "cpu:8", "--model", "tiny", "--optimizer", "adam", "--update-only"]
+
+
+@pytest.mark.parametrize("error", [ValueError("no more"), KeyboardInterrupt()])
+def test_what_is_finished_is_kept_and_older_files_stay(tiny, tmp_path, capsys, monkeypatch, error):
+    page, data = tmp_path / "page.html", tmp_path / "data.json"
+    assert cli.main([*COMMAND, "--json", str(data), "--html", str(page), "--quiet"]) == 0
+    older = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    compile_step = aot.compile_step
+
+    def failing(*args, name):
+        if name == "ours":
+            raise error
+        return compile_step(*args, name=name)
+
+    monkeypatch.setattr(aot, "compile_step", failing)
+    status = cli.main([*COMMAND, "--json", str(data), "--html", str(page)])
+    assert status == (1 if isinstance(error, ValueError) else 130)
+    out, err = capsys.readouterr()
+    assert "zero1" in out and "finished so far (replicated, zero1)" in err
+    assert {path: path.read_bytes() for path in older} == older
+    kept = json.loads((tmp_path / "data.partial.json").read_text())
+    assert [r["name"] for r in kept] == ["replicated", "zero1"]
+    assert 'src="page.partial.png"' in (tmp_path / "page.partial.html").read_text()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_one_that_does_not_fit_does_not_stop_the_others(tiny, tmp_path, capsys, monkeypatch):
+    compile_step = aot.compile_step
+
+    def failing(*args, name):
+        if name == "replicated":
+            raise aot.DoesNotFitError("replicated: does not fit: needs <40> GiB")
+        return compile_step(*args, name=name)
+
+    monkeypatch.setattr(aot, "compile_step", failing)
+    page, data = tmp_path / "page.html", tmp_path / "data.json"
+    assert cli.main([*COMMAND, "--json", str(data), "--html", str(page)]) == 1
+    out, err = capsys.readouterr()
+    assert "ours" in out and err == "large-scale: replicated: does not fit: needs <40> GiB\n"
+    *fit, unfit = json.loads(data.read_text())
+    assert [r["name"] for r in fit] == ["zero1", "ours"]
+    assert unfit == {"name": "replicated", "does_not_fit": err.split(": ", 1)[1].strip()}
+    assert "<p>replicated: does not fit: needs &lt;40&gt; GiB" in page.read_text()
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "data.json"
+    path.write_text("old")
+    path.chmod(0o640)
+    link = tmp_path / "link.json"
+    link.symlink_to(path)
+    write(link, b"new")
+    assert link.is_symlink() and path.read_text() == "new" and path.stat().st_mode & 0o777 == 0o640
+
+    def full(self, data):
+        self.touch()
+        raise OSError("no space left")
+
+    monkeypatch.setattr(type(path), "write_bytes", full)
+    with pytest.raises(OSError, match="no space left"):
+        write(path, b"newer")
+    assert path.read_text() == "new" and sorted(tmp_path.iterdir()) == [path, link]
+
+
+def test_reports_go_to_a_pipe_too():
+    out, into = os.pipe()
+    pipe = Path(f"/dev/fd/{into}")
+    check_writable(pipe, "--json")
+    write(pipe, b"[1]")
+    assert os.read(out, 10) == b"[1]"
+    os.close(out), os.close(into)
+
+
+def test_progress_is_for_people_only(tiny, capsys, monkeypatch):
+    assert cli.main([*COMMAND, "--compare", "ours", "--quiet"]) == 0
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    assert cli.main([*COMMAND, "--compare", "ours", "--quiet"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "" and "compiling ours" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -267,6 +419,10 @@ def test_the_command_prints_and_keeps_what_it_found(
             "need some of replicated, zero1, ours",
         ),
         (["--topology", "cpu:8", "--examples", "0"], "--examples: found 0, need 1 or more"),
+        (["--topology", "cpu:8", "--compare", "ours,zero1,ours"], "ours more than once"),
+        (["--topology", "cpu:8", "--compare", ""], "unknown ['']; need some of"),
+        (["--topology", "cpu:8", "--json", "/no/such/x.json"], "there is no folder /no/such"),
+        (["--topology", "cpu:8", "--html", "/"], "--html /: is a folder"),
         (["--topology", "cpu:64"], "xla_force_host_platform_device_count=64"),
         (["--topology", "v5e:4x"], "need CHIP:DIMS"),
     ],

@@ -155,15 +155,18 @@ PHASES = """
         ("reshape(%one)", 2),
         ("fusion(%one), kind=kLoop, calls=%moved", 2),
         ("convert(%one)", 2),
+        ("reduce(%one, %zero), dimensions={0}, to_apply=%add", 2),  # see `one`: nothing is added
         ('custom-call(%one), custom_call_target="ConcatBitcast"', 2),
         ("fusion(%one), kind=kLoop, calls=%scaled", 1),
         ('custom-call(%one), custom_call_target="Sharding"', 1),
         ("negate(%one)", 1),
+        ("reduce(%more, %zero), dimensions={0}, to_apply=%add", 1),
     ],
 )
 def test_the_phase_counts_what_a_collective_takes_in(between, phase):
     body = f"""  %p = f32[8,3]{{1,0}} parameter(0)
-  %one = f32[2,4]{{1,0}} reduce-scatter(%p), {GROUPS}, to_apply=%add
+  %one = f32[1,8]{{1,0}} reduce-scatter(%p), {GROUPS}, to_apply=%add
+  %more = f32[2,8]{{1,0}} pad(%one), padding=0_1x0_0
   %between = f32[8]{{0}} {between}
   %two = f32[2]{{0}} reduce-scatter(%between), {GROUPS}, to_apply=%add
   %three = f32[2]{{0}} all-reduce(%two), {GROUPS}, to_apply=%add
