@@ -193,17 +193,32 @@ class Format:
 
     def unpack(self, stored: Any) -> Any:
         """`stored: [*padded_shape] -> [*shape]`; whatever the padding holds is dropped."""
+        return self.narrowed(self.widened(stored)).reshape(self.shape)
+
+    @property
+    def wide_dim(self) -> int | None:
+        """The dim that only grows longer by padding; None where there is none such."""
+        if self._more_rows:
+            return len(self.shape) - 2
+        grows = self.num_shards * self.chunk_elems > self.merged_elems
+        return self.lo if self.hi - self.lo == 1 and self.shape and grows else None
+
+    def widened(self, stored: Any) -> Any:
+        """`stored: [*padded_shape] -> [*shape]` but for `wide_dim`, along which padding is left."""
         merged = stored.reshape(self._store_plain())
-        if not self.padded_rows and merged.shape[self.lo] != self.merged_elems:
-            index = (slice(None),) * self.lo + (slice(0, self.merged_elems),)
-            merged = merged[index]
-        if self.tiled:
-            *lead, rows, sublanes, cols, lanes = self._by_tiles
-            merged = merged.reshape(*lead, rows, cols, sublanes, lanes).swapaxes(-3, -2)
-            if self._more_rows:
-                merged = merged.reshape(*lead, rows * sublanes, cols * lanes)
-                merged = merged[..., : self.shape[-2], :]
-        return merged.reshape(self.shape)
+        if self.wide_dim is None:
+            merged = merged[(slice(None),) * self.lo + (slice(0, self.merged_elems),)]
+        if not self.tiled:
+            return merged if self.wide_dim is not None else merged.reshape(self.shape)
+        *lead, rows, sublanes, cols, lanes = self._by_tiles
+        merged = merged.reshape(*lead, rows, cols, sublanes, lanes).swapaxes(-3, -2)
+        return merged.reshape(*lead, rows * sublanes, cols * lanes)
+
+    def narrowed(self, wide: Any) -> Any:
+        """`widened` without its padding."""
+        if self.wide_dim is None:
+            return wide
+        return wide[(slice(None),) * self.wide_dim + (slice(0, self.shape[self.wide_dim]),)]
 
     def _store_plain(self) -> tuple[int, ...]:
         length = self.num_shards * self.chunk_elems

@@ -90,11 +90,18 @@ class Collectives:
 
     def all_gather(self, shards: Sequence[jax.Array], formats: Sequence[Format]) -> list[jax.Array]:
         """Whole arrays `[*shape]` from shards in `local_shape`, equal on every device."""
+        wide = self.gather_wide(shards, formats)
+        return [fmt.narrowed(x) for fmt, x in zip(formats, wide, strict=True)]
+
+    def gather_wide(
+        self, shards: Sequence[jax.Array], formats: Sequence[Format]
+    ) -> list[jax.Array]:
+        """As `all_gather`, but padding along `Format.wide_dim` is left on."""
 
         def alone(x: jax.Array, fmt: Format) -> jax.Array:
             if self.buckets.whole_tiles:
-                return _plain(fmt).unpack(from_shards(self._gather_tiles(x, fmt.lo), fmt))
-            return _plain(fmt).unpack(self._gather(x, fmt.lo))
+                return _plain(fmt).widened(from_shards(self._gather_tiles(x, fmt.lo), fmt))
+            return _plain(fmt).widened(self._gather(x, fmt.lo))
 
         def packed(x: jax.Array, fmt: Format) -> jax.Array:
             return x.reshape(1, -1)
@@ -241,7 +248,7 @@ class Collectives:
                 i = group[rest[k]]
                 joined = _concatenate(parts, parts[0].ndim - 1)
                 out[i] = (
-                    _plain(formats[i]).unpack(from_shards(joined, formats[i]))
+                    _plain(formats[i]).widened(from_shards(joined, formats[i]))
                     if gathers
                     else joined.reshape(formats[i].local_shape)
                 )

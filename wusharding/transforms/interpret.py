@@ -6,7 +6,7 @@ Runs where the mesh axes are bound: in `shard_map`, with replication checking on
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,9 +34,18 @@ from wusharding.jaxprs import (
     as_varying,
 )
 from wusharding.transforms.collectives import Collectives
+from wusharding.transforms.lookup import wide_lookup
 from wusharding.transforms.parcels import Parcels
 
 Body = Callable[..., list[Any]]
+
+
+class Values(dict[int, Any]):
+    """What is known so far; `wide` has the gathered ones with their padding still on."""
+
+    def __init__(self, values: Mapping[int, Any]) -> None:
+        super().__init__(values)
+        self.wide: dict[int, jax.Array] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +66,7 @@ class Interpreter:
 
     def run(self, schedule: Schedule, args: Sequence[Any]) -> list[Any]:
         """Outputs of the schedule, each in the placement that it states."""
-        env: dict[int, Any] = dict(schedule.program.consts)
+        env = Values(schedule.program.consts)
         env.update(zip(schedule.program.inputs, args, strict=True))
         for step in schedule.steps:
             match step:
@@ -100,7 +109,7 @@ class Interpreter:
 
     # ------------------------------------------------------------------------------ local computing
 
-    def _compute(self, step: Compute, env: dict[int, Any]) -> None:
+    def _compute(self, step: Compute, env: Values) -> None:
         args = [env[v] for v in step.ins]
         for mask in step.masks:
             args[mask.operand] = self._filled(args[mask.operand], mask)
@@ -116,6 +125,10 @@ class Interpreter:
                 args = [
                     a if s is None else lax.reshape(a, s) for a, s in zip(args, shapes, strict=True)
                 ]
+        if step.op.name == "gather" and args[0] is env[step.ins[0]] and step.ins[0] in env.wide:
+            wide = env.wide[step.ins[0]]
+            indices = wide_lookup(params, args[0].shape, wide, jnp.asarray(args[1]))
+            args = args if indices is None else [wide, indices]
         env.update(zip(step.outs, evaluate(step.op, params, args), strict=True))
 
     def _filled(self, x: jax.Array, mask: Mask) -> jax.Array:
@@ -127,7 +140,7 @@ class Interpreter:
 
     # ------------------------------------------------------------------------------- communication
 
-    def _communicate(self, step: Communicate, env: dict[int, Any]) -> None:
+    def _communicate(self, step: Communicate, env: Values) -> None:
         gathers, scatters = list[Move](), list[Move]()
         sums: dict[tuple[Reduction, tuple[str, ...]], list[Move]] = {}
         for move in step.moves:
@@ -157,11 +170,15 @@ class Interpreter:
             x = lax.psum(x, rest) if rest else x
             env[move.dest] = x if move.dtype is None else x.astype(move.aval.dtype)
 
-    def _gather(self, moves: list[Move], env: dict[int, Any]) -> None:
+    def _gather(self, moves: list[Move], env: Values) -> None:
         split = [m for m in moves if m.before.span is not None]
         formats = [self._format(m.aval, m.before) for m in split]
-        done = self.collectives.all_gather([env[m.source] for m in split], formats)
-        wholes = dict(zip((m.dest for m in split), done, strict=True))
+        done = self.collectives.gather_wide([env[m.source] for m in split], formats)
+        wholes = {}
+        for move, fmt, x in zip(split, formats, done, strict=True):
+            wholes[move.dest] = fmt.narrowed(x)
+            if fmt.wide_dim is not None and not any(move.before.tiles):
+                env.wide[move.dest] = x
         for move in moves:
             x = wholes.get(move.dest, env.get(move.source))
             for d, (have, want) in enumerate(zip(move.before.tiles, move.after.tiles, strict=True)):
