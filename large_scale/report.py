@@ -113,6 +113,25 @@ def _thousands(cycles: float | None) -> str:
     return "-" if cycles is None else f"{cycles / 1e3:,.0f} k"
 
 
+def against(reports: Sequence[Report]) -> list[str]:
+    """Each report as a multiple of the first one, in a sentence."""
+
+    def ratio(a: float, b: float) -> str:
+        return f"{a / b:.3g}" if b else "-"
+
+    found = []
+    for r in reports[1:]:
+        first = reports[0]
+        parts = [
+            f"{ratio(r.peak_bytes, first.peak_bytes)} times the peak memory",
+            f"{ratio(r.sent_bytes, first.sent_bytes)} times the bytes sent",
+        ]
+        if first.cycles and r.cycles:
+            parts.append(f"{ratio(r.total_cycles, first.total_cycles)} times the estimated cycles")
+        found.append(f"{r.name} against {first.name}: {', '.join(parts)}.")
+    return found
+
+
 def summary(reports: Sequence[Report]) -> Table:
     """What each report says, a row a question."""
     # Rows that nobody has an answer to are left out, but for those that all programs have.
@@ -259,7 +278,8 @@ def _short(text: str, length: int = 60) -> str:
 
 def markdown(reports: Sequence[Report]) -> str:
     """The tables as Markdown."""
-    return "\n".join(_markdown(t) for t in tables(reports))
+    ratios = "".join(f"- {line}\n" for line in against(reports))
+    return "\n".join(part for part in (ratios, *map(_markdown, tables(reports))) if part)
 
 
 def _markdown(table: Table) -> str:
@@ -277,7 +297,7 @@ def terminal(reports: Sequence[Report], title: str) -> list[Any]:
     """The tables for the terminal, of the `rich` library, under a title."""
     rich = library("rich.table")
     text = library("rich.text").Text
-    made: list[Any] = [text(title, style="bold")]
+    made: list[Any] = [text(title, style="bold"), *map(text, against(reports))]
     for table in tables(reports):
         one = rich.Table(
             title=f"\n{table.title}",
@@ -444,6 +464,7 @@ def page(reports: Sequence[Report], title: str, picture: str, about: str = "") -
         "<meta name=viewport content='width=device-width'>"
         f"<title>{escape(title)}</title><style>{_STYLE}</style><h1>{escape(title)}</h1>",
         *(f"<p>{escape(line)}" for line in about.splitlines()),
+        *(f"<p><b>{escape(line)}</b>" for line in against(reports)),
         f'<p><img src="{escape(picture)}" alt="bars: memory, bytes sent, cycles">',
         *(_html(t) for t in tables(reports)),
     ]

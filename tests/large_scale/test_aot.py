@@ -3,6 +3,7 @@
 What needs XLA's TPU compiler runs where it is installed (`pip install 'wusharding[tpu-aot]'`).
 """
 
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -181,6 +182,10 @@ def test_the_page_on_ones_own_step(topology, tmp_path, monkeypatch, capsys):
     for sharded in (updates, step):
         assert sharded.argument_bytes < 0.6 * plain.argument_bytes
     assert plain.largest("all-reduce") > 1000 * step.largest("all-reduce")
+    if topology == "v5e:4x4":
+        text = str(names["found"])
+        for where in ("reduce-scatter along x, 1st", "reduce-scatter along y, 2nd"):
+            assert f"| shard_step | {where} |" in text and f"| as it is | {where} |" not in text
     assert plain.alias_bytes and updates.alias_bytes and step.alias_bytes
 
 
@@ -438,10 +443,27 @@ def test_markdown():
     x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, P("data")))
     one = aot.compile_step(lambda x: x * 2, x, name="one")
     lines = report.markdown([one, one]).splitlines()
-    assert lines[0] == "On each device:"
-    assert lines[2] == "| on each device | one | one |" and lines[3] == "| --- | ---: | ---: |"
-    assert len({line.count("|") for line in lines[2:12]}) == 1
+    assert lines[0].startswith("- one against one: 1 times the peak memory, - times the bytes sent")
+    assert lines[2] == "On each device:"
+    assert lines[4] == "| on each device | one | one |" and lines[5] == "| --- | ---: | ---: |"
+    assert len({line.count("|") for line in lines[4:14]}) == 1
     assert "| collectives | none | none |" in lines
+
+
+def test_the_bars_add_up_to_the_figures():
+    mesh = make_mesh(axis_types=AxisType.Auto)
+    x = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+
+    def step(x):
+        return lax.with_sharding_constraint(x / x.sum(0), NamedSharding(mesh, P()))
+
+    one = dataclasses.replace(aot.compile_step(step, x), cycles={"forward": 3e6, "relayout": 5e6})
+    memory, sent, cycles = (values[0] for _, _, values in report._bars([one]))
+    assert sum(memory.values()) == one.peak_bytes and memory["temporaries"] == one.temp_bytes
+    assert sum(sent.values()) == one.sent_bytes and set(sent) == {"all-reduce", "all-gather"}
+    assert sum(cycles.values()) == one.total_cycles == 8e6
+    assert {*memory, *sent, *cycles, *hlo.KINDS, *hlo.WORK} <= set(report._COLORS)  # none unseen
+    assert report.draw([one], "One").startswith(b"\x89PNG")
 
 
 def test_models_are_those_of_the_papers():
