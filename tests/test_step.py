@@ -340,10 +340,10 @@ def test_what_cannot_be_sharded_is_refused_or_runs_as_written(mesh8_auto: Mesh) 
 
 
 @pytest.mark.parametrize("weights", ["whole", "split"])
-def test_shards_along_torus_lines_keep_their_own_order(weights: Any, mesh8_auto: Mesh) -> None:
-    args = arguments(mesh8_auto)
+def test_shards_along_torus_lines_keep_their_own_order(weights: Any, mesh: Mesh) -> None:
+    args = arguments(mesh)
     lines = {"data": (((6, 1, 0, 3), (2, 5, 4, 7)), ((6, 2), (1, 5), (0, 4), (3, 7)))}
-    step = wus.shard_step(global_step, mesh=mesh8_auto, weights=weights, lines=lines)
+    step = wus.shard_step(global_step, mesh=mesh, weights=weights, lines=lines)
     found = run(step, args)
     assert_close(step.unshard(found), run(jax.jit(global_step), args))
     assert_close(step.unshard(step.shard(*args)[:2]), args[:2])

@@ -1,6 +1,7 @@
 """Five steps on one device and on a mesh, for losses whose splitting is written by hand or left."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -118,6 +119,35 @@ def by_compiler(
         return tx.apply(jax.grad(loss)(params, batch), state, params)
 
     return _run(step, tx, params, state, [placed(b, batch_specs, mesh) for b in batches])
+
+
+def by_step(
+    loss: Loss,
+    params: Tree,
+    specs: Tree,
+    batches: Sequence[Any],
+    batch_specs: Tree,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    **options: Any,
+) -> Trained:
+    """`shard_step` of the step that `on_one_device` runs, its arguments donated."""
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Tree, state: Tree, batch: Any) -> tuple[Tree, Tree]:
+        updates, state = optimizer.update(jax.grad(loss)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = placed(params, specs, mesh)
+    state = optimizer.init(params)
+    sharded = wus.shard_step(step, mesh=mesh, **options)
+    with jax.set_mesh(mesh):
+        params, state, first = sharded.shard(params, state, placed(batches[0], batch_specs, mesh))
+        compiled = sharded.lower(params, state, first).compile()
+        for batch in batches:
+            params, state = compiled(params, state, placed(batch, batch_specs, mesh))
+    plain = jax.tree.map(np.asarray, (params, sharded.unshard(state)))
+    return Trained(*plain, collectives(compiled.as_text()))
 
 
 def _run(step: Any, tx: Any, params: Tree, state: Any, batches: Sequence[Any]) -> Trained:

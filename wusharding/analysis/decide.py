@@ -349,7 +349,6 @@ class Decider:
             and values[i].partial_axes == first.partial_axes
             for i in partial
         )
-        others = [v for i, v in enumerate(values) if i not in partial]
         free = isinstance(op.primitive, Identity) or self.deferred.issuperset(op.outs)
         small = free or all(
             self.avals[v].size <= _MAX_LINEAR_PARTIAL_ELEMS for v in (*op.ins, *op.outs)
@@ -357,13 +356,7 @@ class Decider:
         whole = all(v.placement.is_replicated for v in values)
         fit = None if whole or not free else self._tile_fit(factors, values)
         plain = (whole or fit is not None) and all(v.job < 0 for v in values)
-        zero = op.name in ("add", "add_any") and all(
-            self._is_zero(v) for i, v in enumerate(op.ins) if i not in partial
-        )
-        linear = zero or (rule.linear is not None and rule.linear(op, partial))
-        if not (alike and small and plain and linear) or (
-            others and not (zero or len(partial) == 1)
-        ):
+        if not (alike and small and plain and self._is_linear(op, rule, partial)):
             return False
         if fit is not None:
             self._compute(op, rule, fit, list(op.ins), uniform=False)
@@ -375,12 +368,25 @@ class Decider:
             )
         return True
 
+    def _is_linear(self, op: Op, rule: OpRule, partial: tuple[int, ...]) -> bool:
+        """Whether the results for the parts of these operands, added up, are those for the sums."""
+        others = [v for i, v in enumerate(op.ins) if i not in partial]
+        if op.name in ("add", "add_any", "pad") and all(map(self._is_zero, others)):
+            return True
+        alone = len(partial) == 1 or not others
+        return alone and rule.linear is not None and rule.linear(op, partial)
+
     def _tile_fit(self, factors: Factors, values: Sequence[Value]) -> Fit | None:
-        """How an operation runs on tiles just as they come."""
+        """How an operation runs on the tiles of sums just as they come, and on others cut alike."""
         placements = tuple(v.placement for v in values)
         tiles = tiles_of(factors, placements, self.replicas)
         fit = try_fit(factors, tiles, None, self.replicas)
-        return fit if fit is not None and fit.ins == placements and not fit.partial else None
+        if fit is None or fit.partial:
+            return None
+        for value, have, want in zip(values, placements, fit.ins, strict=True):
+            if have != want and (value.partial or have.shared_tiles(want) != have):
+                return None
+        return fit
 
     def _is_zero(self, v: int) -> bool:
         const = self.program.consts.get(v)
@@ -417,8 +423,11 @@ class Decider:
         value = self.values[v]
         if value.partial is None:
             return v
-        after = value.placement
         hint = self._wanted(v)
+        if hint is not None and value.partial == "sum":
+            v = self._cut(v, hint)
+            value = self.values[v]
+        after = value.placement
         if (
             hint is not None
             and hint.span is not None
@@ -429,6 +438,21 @@ class Decider:
         ):
             after = hint
         return self._move("reduce", v, after, value.partial, value.partial_axes)
+
+    def _cut(self, v: int, want: Placement) -> int:
+        """The tile of a sum that is still open, where `want` splits what this has whole.
+
+        Not along axes over which it is summed: there the parts of one tile are on all devices.
+        """
+        value = self.values[v]
+        have, tiles = value.placement, want.without_span()
+        if have.span is not None or have == tiles or have.shared_tiles(want) != have:
+            return v
+        if not set(tiles.tile_axes).isdisjoint(value.partial_axes):
+            return v
+        part = self._move("slice", v, tiles)
+        self.values[part] = value._replace(placement=tiles)
+        return part
 
     def _travels_in(self, v: int) -> Any:
         """The dtype in which a sum is scattered, if not its own."""
@@ -443,7 +467,8 @@ class Decider:
         have = self.values[v].placement
         if have == want:
             return v
-        if have.is_replicated or (have.span is None and have.tiles == want.tiles):
+        shared = have.shared_tiles(want)
+        if have.span is None and have.tiles == shared.tiles:
             return self._move("slice", v, want)
         aval = self.avals[v]
         if self.in_loop and aval.size > 1:
@@ -460,8 +485,8 @@ class Decider:
             )
         if have.tiles == want.tiles:
             return self._regroup(v, want, planned=not why)
-        whole = self._move("gather", v, replicated(len(aval.shape)), planned=not why)
-        return whole if want.is_replicated else self._move("slice", whole, want)
+        whole = self._move("gather", v, shared, planned=not why)
+        return whole if want == shared else self._move("slice", whole, want)
 
     def _regroup(self, v: int, want: Placement, *, planned: bool) -> int:
         """Same tiles: gathers the split, and splits anew."""

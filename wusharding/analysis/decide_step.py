@@ -125,7 +125,7 @@ class _StepDecider(Decider):
         for k, op in enumerate(self.program.ops):
             if k in self.region.forward:
                 continue
-            if op.name in _ADDS and all(self._is_open_sum(v) for v in op.ins):
+            if self._joins(op) and all(self._is_open_sum(v) for v in op.ins):
                 for v in op.ins:
                     self._defer(v)
                 self.deferred.update(op.outs)
@@ -149,23 +149,47 @@ class _StepDecider(Decider):
         op = self.made_by.get(v)
         if op is None or op.subs:
             return
-        if op.name in _ADDS:
+        if self._joins(op):
             for u in op.ins:
                 self._defer(u)
-        elif only_rearranges(op, self.program):
-            self._defer(op.ins[0])
+        elif (u := self._carried(op)) is not None:
+            self._defer(u)
+
+    def _joins(self, op: Op) -> bool:
+        """Makes one sum of several: adds them up, or lays them side by side."""
+        alone = all(self.readers[v] == 1 for v in op.ins)
+        return op.name in _ADDS or (op.name in ("concatenate", "stack") and alone)
+
+    def _carried(self, op: Op) -> int | None:
+        """The operand each of whose elements an operation hands on once, among zeros maybe."""
+        if op.name == "pad" and self._is_zero(op.ins[1]):
+            return op.ins[0]
+        if op.name == "dynamic_update_slice" and self._is_zeros(op.ins[0]):
+            return op.ins[1]
+        return op.ins[0] if only_rearranges(op, self.program) else None
+
+    def _is_linear(self, op: Op, rule: OpRule, partial: tuple[int, ...]) -> bool:
+        among_zeros = op.name == "dynamic_update_slice" and self._is_zeros(op.ins[0])
+        return (among_zeros and partial == (1,)) or super()._is_linear(op, rule, partial)
 
     def _reshapes_a_sum(self, op: Op) -> bool:
-        """Puts a sum that nothing else reads into other dims, as a transposition does."""
-        if not only_rearranges(op, self.program) or RULES[op.name].family != "shapes":
+        """Puts a sum that nothing else reads into other dims, as a transposition does.
+
+        Where zeros come beside it, it stays open if it cannot be scattered without them, and
+        scattering all is no more than reducing it.
+        """
+        v = self._carried(op)
+        if v is None or RULES[op.name].family == "elementwise":
             return False
-        v = op.ins[0]
+        hint, elems = self._wanted(v), self.avals[op.outs[0]].size
+        if elems > self.avals[v].size and (elems > 2 * self.avals[v].size or (hint and hint.span)):
+            return False
         while self.readers[v] == 1 and (maker := self.made_by.get(v)) is not None:
             if sums_replicas(maker, self.facts, self.replicas):
                 return True
-            if not only_rearranges(maker, self.program):
+            if (carried := self._carried(maker)) is None:
                 return False
-            v = maker.ins[0]
+            v = carried
         return False
 
     def _is_open_sum(self, v: int) -> bool:
@@ -173,11 +197,11 @@ class _StepDecider(Decider):
         while (op := self.made_by.get(v)) is not None and not op.subs:
             if sums_replicas(op, self.facts, self.replicas):
                 return True
-            if op.name in _ADDS:
+            if self._joins(op):
                 return all(map(self._is_open_sum, op.ins))
-            if not only_rearranges(op, self.program):
+            if (carried := self._carried(op)) is None:
                 return False
-            v = op.ins[0]
+            v = carried
         return False
 
     # ------------------------------------------------------------------------------ each operation
@@ -336,15 +360,19 @@ class _StepDecider(Decider):
 
     def _linear(self, op: Op, rule: OpRule, factors: Factors) -> bool:
         """As in an update; but a sum that is wanted split is made where it is first read."""
-        largest = max(self.avals[v].size for v in op.ins if self.values[v].partial)
-        if any(self.avals[v].size > largest for v in op.outs):
-            return False  # sums are made before they are spread
         stays = isinstance(op.primitive, Identity) or self.deferred.issuperset(op.outs)
+        largest = max(self.avals[v].size for v in op.ins if self.values[v].partial)
+        if not stays and any(self.avals[v].size > largest for v in op.outs):
+            return False  # sums are made before they are spread
         if not stays and any(self.readers[v] > 1 for v in op.ins if self.values[v].partial):
             return False  # or before they are read in several ways
         wanted = (self._wanted(v) for v in op.ins if self.values[v].partial)
         if not stays and any(h is not None and h.span for h in wanted):
             return False
+        want = self._wanted(op.outs[0]) if op.name in _ADDS else None
+        if want is not None:
+            parts = [self._cut(v, want) if self.values[v].partial else v for v in op.ins]
+            op = dataclasses.replace(op, ins=tuple(parts))
         return super()._linear(op, rule, factors)
 
     # --------------------------------------------------------------------------------- collectives

@@ -114,6 +114,11 @@ class Placement:
         """The tiles of some mesh axes only."""
         return tuple(tuple(a for a in tile if a in axes) for tile in self.tiles)
 
+    def shared_tiles(self, other: Placement) -> Placement:
+        """The dims that both tile alike; the others whole."""
+        pairs = zip(self.tiles, other.tiles, strict=True)
+        return Placement(tuple(a if a == b else () for a, b in pairs))
+
     def without_span(self) -> Placement:
         return Placement(self.tiles)
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from wusharding.analysis.assign import Assignment, assign, why_whole
 from wusharding.analysis.choose import FormatChoice, Target, bucket_sizes, lanes_of
@@ -307,8 +307,7 @@ class ShardedStep:
         split = [
             i
             for i, leaf in enumerate(found)
-            if tuple(leaves[i].shape) != leaf.logical_shape(built.replicas)
-            or _is_reordered(leaf, built.replicas, leaves[i])
+            if _is_stored_otherwise(leaf, built.replicas, leaves[i])
         ]
         whole = _convert(built, [found[i] for i in split], [leaves[i] for i in split], back=True)
         for i, x in zip(split, whole, strict=True):
@@ -353,7 +352,7 @@ class ShardedStep:
                         found = (built, part)
                     elif any(
                         (a.shape, a.placement) != (b.shape, b.placement)
-                        and tuple(x.shape) != a.logical_shape(built.replicas)
+                        and _is_stored_otherwise(a, built.replicas, x)
                         for a, b, x in zip(part, found[1], leaves, strict=True)
                     ):
                         raise StateMismatchError(
@@ -626,14 +625,44 @@ def _unstored(built: Built, leaves: Sequence[Any]) -> list[int]:
     ]
 
 
+def _is_stored_otherwise(leaf: Leaf, replicas: Replicas, x: Any) -> bool:
+    """Whether an array comes as it is stored, and that is not as its owner knows it."""
+    return tuple(x.shape) != leaf.logical_shape(replicas) or _is_reordered(leaf, replicas, x)
+
+
 def _may_be_reordered(leaf: Leaf, replicas: Replicas) -> bool:
-    """Along torus lines shards lie in an order of their own, though the shape may be the same."""
-    return bool(replicas.shard_numbers) and leaf.placement.span is not None
+    """Whether shards lie in an order of their own, though the shape may be the same.
+
+    So they do along torus lines, and where another axis tiles a dim that is split.
+    """
+    span = leaf.placement.span
+    if span is None:
+        return False
+    return bool(replicas.shard_numbers) or any(leaf.placement.tiles[span.lo : span.hi])
 
 
 def _is_reordered(leaf: Leaf, replicas: Replicas, x: Any) -> bool:
     """Whether an array in that case comes as it is stored: split so already."""
-    return _may_be_reordered(leaf, replicas) and _spec_of(x) == leaf.spec(replicas)
+    if not _may_be_reordered(leaf, replicas):
+        return False
+    if is_tracer(x) and not _tells(x, leaf.placement.tile_axes + replicas.shard_axes):
+        raise ContextError(
+            f"args{leaf.path}: in a call that is being traced it cannot be seen whether this is "
+            "state in the step's own logical order or as the step returned it, in pieces: both "
+            f"have shape {tuple(x.shape)}. Call the step outside of jit, or make the mesh with "
+            "axis_types=(jax.sharding.AxisType.Explicit, ...)."
+        )
+    spec, ndim = _spec_of(x), len(x.shape)  # typed ones name every dim
+    return spec is not None and spec_tiles(spec, ndim) == spec_tiles(leaf.spec(replicas), ndim)
+
+
+def _tells(x: Any, axes: Iterable[str]) -> bool:
+    """Whether the type of a traced value says how it lies along these axes."""
+    sharding = _sharding_of(x)
+    if sharding is None:
+        return False
+    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+    return all(kinds.get(a) == AxisType.Explicit for a in axes)
 
 
 def _check_copies(built: Built, leaves: Sequence[Any], which: Iterable[int]) -> None:
