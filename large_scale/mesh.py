@@ -20,6 +20,7 @@ def make_mesh(
     *,
     devices: Sequence[Any] | None = None,
     axis_types: AxisType = AxisType.Explicit,
+    split_data: bool = False,
     data: int = -1,
     **axes: int,
 ) -> Mesh:
@@ -28,12 +29,17 @@ def make_mesh(
     Axes other than `data` take the nearest neighbours, in the order in which they are named: first
     the cores of a chip, then chips along the last dims of the torus. `data` gets what is left, in
     the order of cores, torus dims, slices, so that its rings follow the torus and what crosses
-    slices comes last. It stays one axis: `wusharding` finds the torus lines in it by itself.
+    slices comes last. It is one axis, in which `wusharding` finds the torus lines by itself, or,
+    with `split_data`, an axis for each dim, named after it, in the order in which to scatter over
+    them. Both send the same; the axes allow more: `shard_axis=` takes some of them,
+    `scatter_dtype=` tells them apart.
 
     Args:
       topology: a name such as "v5e:16x16" or a `Topology`; None is that of the devices.
       devices: the devices; None takes `jax.devices()`, which must be such a topology.
       axis_types: the kind of all axes.
+      split_data: `data` comes as axes `data_core`, `data_x`, `data_y`, `data_z`, `data_slice` (of
+        GPUs `data_gpu`, `data_domain`), those of size 1 left out; see `data_axes`.
       data: size of the `data` axis; -1 takes what the others leave.
       **axes: name and size of the other axes, nearest neighbours first.
 
@@ -42,6 +48,8 @@ def make_mesh(
 
     >>> dict(make_mesh("cpu:8", model=2).shape)
     {'data': 4, 'model': 2}
+    >>> dict(make_mesh("cpu:8", model=2, split_data=True).shape)
+    {'data_device': 4, 'model': 2}
     """
     found = list(jax.devices() if devices is None else devices)
     have = Topology.of(found)
@@ -71,7 +79,34 @@ def make_mesh(
                 parts[d] = [("data", left // take), (name, take), *parts[d][1:]]
                 need //= take
         assert need == 1, "a divisor of a product is a product of divisors"
-    return _laid(grid, parts, ("data", *axes), axis_types)
+    mesh = _laid(grid, parts, ("data", *axes), axis_types)
+    if not split_data:
+        return mesh
+    for name, cut in zip(want.grid_names, parts, strict=True):
+        cut[0] = (f"data_{name}", cut[0][1])
+    sizes = dict(cut[0] for cut in parts)
+    order = [f"data_{name}" for name in _scatter_order(mesh, want)]
+    split = [name for name in order if sizes[name] > 1] or [f"data_{want.grid_names[1]}"]
+    return _laid(grid, parts, (*split, *axes), axis_types)
+
+
+def _scatter_order(mesh: Mesh, topology: Topology) -> list[str]:
+    """Names of the dims along which `data` lies, in the order in which to scatter over them."""
+    if topology.chip.platform != "tpu":
+        return list(reversed(topology.dim_names))
+    torus = [link.name for link in by_speed(_torus_links(mesh, "data", topology))]
+    return ["core", *torus, "slice"]
+
+
+def data_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes of the replicas in a mesh of `make_mesh`, in the order in which to scatter.
+
+    For `shard_updates(..., axis=data_axes(mesh))`, and in a `PartitionSpec` for the batch.
+
+    >>> data_axes(make_mesh("cpu:8")), data_axes(make_mesh("cpu:8", split_data=True))
+    (('data',), ('data_device',))
+    """
+    return tuple(a for a in mesh.axis_names if a == "data" or a.startswith("data_"))
 
 
 def torus_lines(mesh: Mesh, axis: str = "data") -> dict[str, Any]:
@@ -160,7 +195,7 @@ def _laid(
     axis_types: AxisType,
 ) -> Mesh:
     """The grid's parts, gathered by axis: cores, torus dims, slices."""
-    flat = [(d, name, size) for d, cut in enumerate(parts) for name, size in cut]
+    flat = [(d, name, size) for d, cut in enumerate(parts) for name, size in cut if size > 1]
     split = grid.reshape([size for _, _, size in flat])
     order = [grid.ndim - 1, *range(1, grid.ndim - 1), 0]
     places = {

@@ -270,6 +270,12 @@ class Topology:
         return ("domain", "gpu") if self.chip.platform == "gpu" else ("device",)
 
     @property
+    def grid_names(self) -> tuple[str, ...]:
+        """Names of `[slices, *dims, cores]`, whatever of it the machine has."""
+        names = self.dim_names
+        return names if self.chip.platform == "tpu" else ("slice", *names, "core")
+
+    @property
     def named_dims(self) -> tuple[tuple[str, int], ...]:
         """Each of them with its length."""
         sizes = (self.num_slices, *self.dims, self.chip.cores)

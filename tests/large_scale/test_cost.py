@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import itertools
+import math
 import re
 
 import jax
@@ -14,7 +15,17 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import wusharding as wus
-from large_scale import CHIPS, Topology, aot, cost, make_mesh, programs, torus_lines
+from large_scale import (
+    CHIPS,
+    Topology,
+    aot,
+    cost,
+    data_axes,
+    hlo,
+    make_mesh,
+    programs,
+    torus_lines,
+)
 from tests.large_scale.fakes import fake_devices
 from tests.runs import batches, of_kind, training
 
@@ -287,3 +298,52 @@ def test_the_compiler_goes_over_all_dims_at_once_only_in_one_all_reduce():
         lambda x: lax.psum_scatter(x[0], "data", axis_index_groups=groups, tiled=True)[None]
     )
     assert scattered == {"1"}
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["v5e:4x4", "2*v5e:4x4"])
+def test_axes_of_the_dims_scatter_natively_each_in_its_dtype(name):
+    mesh = make_mesh(name, devices=aot.devices(name), axis_types=AxisType.Auto, split_data=True)
+    axes, elems = data_axes(mesh), 2**22
+    last = {axes[-1]: jnp.bfloat16}
+    tx = wus.shard_updates(optax.adam(1e-3), mesh=mesh, axis=axes, scatter_dtype=last)
+
+    def struct(*shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+
+    params = {"w": struct(4096, elems // 4096, spec=P())}
+    grads = {"w": struct(mesh.size, 4096, elems // 4096, spec=P(axes))}
+    specs = tx.state_specs(params)
+    step = jax.shard_map(
+        lambda p, s, g: tx.apply(jax.tree.map(lambda x: x[0], g), s, p),
+        mesh=mesh,
+        in_specs=(P(), specs, P(axes)),
+        out_specs=(P(), specs),
+    )
+    text = jax.jit(step).lower(params, tx.abstract_state(params), grads).compile().as_text()
+    found = hlo.collectives(text)
+    order = [axis.removeprefix("data_") for axis in axes]
+    wanted = cost.scheme(name, elems, order, scatter_dtype={order[-1]: jnp.bfloat16})
+    for kind in ("reduce-scatter", "all-gather"):
+        over_links = operands(found, kind)
+        over_links += [(2, n) for other, _, n in between_slices(text) if other == kind]
+        assert sorted(over_links) == sorted(planned(wanted, kind))
+    assert operands(found, "all-reduce") == []
+    dtypes = [c.dtype for c in of_kind(found, "reduce-scatter")]
+    dtypes += [dtype for kind, dtype, _ in between_slices(text) if kind == "reduce-scatter"]
+    assert dtypes == ["f32"] * (len(axes) - 1) + ["bf16"]
+
+
+def between_slices(text):
+    """Kind, dtype and bytes of what goes over the data-center network: XLA sends it to the host."""
+    sends = re.findall(
+        r"= \((\w+)\[([\d,]+)\].* send\(.*_xla_megascale_transfer_type=\"(\w+)\"", text
+    )
+    return [
+        (
+            kind.lower().replace("_", "-"),
+            dtype,
+            math.prod(map(int, dims.split(","))) * {"f32": 4, "bf16": 2}[dtype],
+        )
+        for dtype, dims, kind in sends
+    ]

@@ -4,7 +4,7 @@ import pytest
 from jax.sharding import AxisType
 
 import wusharding as wus
-from large_scale import make_mesh, torus_lines
+from large_scale import data_axes, make_mesh, torus_lines
 from tests.large_scale.fakes import fake_devices
 
 
@@ -86,6 +86,37 @@ def test_rings_are_scattered_over_first(name, sizes):
 def test_what_crosses_no_torus_has_no_lines():
     assert torus_lines(make_mesh()) == {}
     assert wus.torus_lines(make_mesh(), "data") == ()
+
+
+SPLIT = {
+    # name, other axes: the axes of data
+    ("v3:128x32", ()): {"data_core": 2, "data_y": 32, "data_x": 128},
+    ("2*v5e:4x16", ()): {"data_y": 16, "data_x": 4, "data_slice": 2},
+    ("v4:4x8x4", (("model", 4),)): {"data_y": 8, "data_x": 4, "data_z": 2},
+    ("v5e:16x16", (("model", 32),)): {"data_x": 8},
+    ("v5e:16x16", (("model", 2),)): {"data_x": 16, "data_y": 8},
+    ("v5e:4x4", (("model", 16),)): {"data_x": 1},
+}
+
+
+@pytest.mark.parametrize(("name", "axes"), SPLIT)
+def test_data_comes_as_an_axis_for_each_dim(name, axes):
+    devices = fake_devices(name, reverse=True)
+    mesh = make_mesh(name, devices=devices, split_data=True, **dict(axes))
+    wanted = SPLIT[name, axes]
+    assert dict(mesh.shape) == {**wanted, **dict(axes)}
+    assert data_axes(mesh) == tuple(wanted)
+    found = places(mesh)
+    dims = {"slice": 0, "x": 1, "y": 2, "z": 3, "core": 4}
+    for k, axis in enumerate(wanted):
+        for line in np.moveaxis(found, k, -2).reshape(-1, mesh.shape[axis], 5):
+            assert moving_dims(line) <= {dims[axis.removeprefix("data_")]}
+    whole = make_mesh(name, devices=devices, **dict(axes))
+    assert data_axes(whole) == ("data",)
+    peers, others = (
+        np.ravel(m.devices.reshape(-1, *whole.devices.shape[1:])[0]) for m in (whole, mesh)
+    )
+    assert {d.id for d in peers} == {d.id for d in others}
 
 
 BAD = [

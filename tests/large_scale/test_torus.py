@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import wusharding as wus
-from large_scale import make_mesh
+from large_scale import data_axes, make_mesh
 from tests.large_scale.fakes import fake_devices
 from tests.runs import assert_same_bits, batches, of_kind, reference, relative_error, training
 
@@ -228,6 +228,30 @@ def test_lines_follow_the_torus(name, model, dims):
             line = places[list(group)]
             assert set(np.flatnonzero(np.ptp(line, axis=0))) == {dim}
             assert (np.diff(line[:, dim]) > 0).all()
+
+
+@pytest.mark.parametrize("name", ["v5e:2x4", "v4:2x2x1", "2*v5e:2x2"])
+def test_axes_of_the_dims_send_what_lines_of_one_axis_send(name):
+    devices = fake_devices(name)
+    one, split = (make_mesh(name, devices=devices, split_data=s) for s in (False, True))
+    grads = batches(PARAMS)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.01))
+    lines = {"data": wus.torus_lines(one, "data")}
+    loops = [
+        training("checked", optimizer, PARAMS, lines=lines),
+        training("checked", optimizer, PARAMS, shape=dict(split.shape), axis=data_axes(split)),
+    ]
+    sent = [
+        [(c.kind, c.operand_bytes, c.group_size) for c in loop.collectives(grads[0])]
+        for loop in loops
+    ]
+    scattered = [c for c in sent[0] if c[0] in ("reduce-scatter", "all-gather")]
+    assert scattered == [c for c in sent[1] if c[0] in ("reduce-scatter", "all-gather")]
+    assert len(scattered) == 2 * len(split.shape)
+    assert {c[0] for c in sent[0]} == {c[0] for c in sent[1]}
+    a, b = (loop.run(grads) for loop in loops)
+    assert relative_error(a.whole_params, b.whole_params) < 1e-6
+    assert relative_error(a.plain_state, b.plain_state) < 1e-6
 
 
 def test_order_can_be_given():

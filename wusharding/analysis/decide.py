@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -39,6 +39,7 @@ from wusharding.analysis.schedule import (
     Schedule,
     Step,
 )
+from wusharding.analysis.sum_dtypes import OWN
 from wusharding.jaxprs import Aval, Identity, Op, Program
 
 _MAX_LINEAR_PARTIAL_ELEMS = 1024
@@ -118,6 +119,8 @@ def decide(
 
 class Decider:
     """Decides one program; bodies of control flow get deciders of their own."""
+
+    sum_dtypes = OWN  # in which sums are scattered
 
     def __init__(
         self,
@@ -454,10 +457,6 @@ class Decider:
         self.values[part] = value._replace(placement=tiles)
         return part
 
-    def _travels_in(self, v: int) -> Any:
-        """The dtype in which a sum is scattered, if not its own."""
-        return None
-
     def _wanted(self, v: int) -> Placement | None:
         """How a sum is wanted."""
         return self.hints.get(v)
@@ -519,7 +518,7 @@ class Decider:
                     reduction,
                     axes,
                     planned,
-                    self._travels_in(v) if kind == "reduce" and after.span else None,
+                    self.sum_dtypes if kind == "reduce" and after.span else OWN,
                 )
             )
         return self.moved[key]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 
@@ -28,6 +28,7 @@ from wusharding.analysis.replication import (
 from wusharding.analysis.rules import RULES, Factors, OpRule
 from wusharding.analysis.rules.base import Reduction
 from wusharding.analysis.schedule import Compute, Problem, Schedule
+from wusharding.analysis.sum_dtypes import OWN, SumDtypes
 from wusharding.analysis.update import (
     Region,
     nearest_weights,
@@ -43,7 +44,6 @@ from wusharding.jaxprs import (
     ScatterIntoZeros,
     Times,
     Zeros,
-    itemsize,
 )
 
 _ADDS = ("add", "add_any")
@@ -57,12 +57,12 @@ class Style:
       weights: "whole" between steps, or "split", or "layers": split, and those that a loop goes
         over are gathered one layer at a time.
       accumulate: loops that add up gradients add "whole" ones, or scatter each and add "shards".
-      scatter_dtype: the dtype in which gradients are scattered; None for their own.
+      sum_dtypes: in which gradients are summed.
     """
 
     weights: Literal["whole", "split", "layers"] = "whole"
     accumulate: Literal["whole", "shards"] = "whole"
-    scatter_dtype: Any = None
+    sum_dtypes: SumDtypes = OWN
 
 
 def decide_step(
@@ -110,6 +110,7 @@ class _StepDecider(Decider):
         self.region = region
         self.kept = kept
         self.style = style
+        self.sum_dtypes = style.sum_dtypes
         self.deliver = deliver
         self.open_outputs = open_outputs
         self.replica_axes = frozenset(self.replicas.reduce_axes)
@@ -324,11 +325,6 @@ class _StepDecider(Decider):
             )
         )
         return True
-
-    def _travels_in(self, v: int) -> Any:
-        dtype, own = self.style.scatter_dtype, self.avals[v].dtype
-        shorter = dtype is not None and jnp.issubdtype(own, jnp.floating)
-        return dtype if shorter and itemsize(own) > itemsize(dtype) else None
 
     def _wanted(self, v: int) -> Placement | None:
         return None if v in self.region.whole else self.hints.get(v)

@@ -19,7 +19,8 @@ from wusharding.analysis.plan import bytes_text
 from wusharding.analysis.replication import SUMS, Facts
 from wusharding.analysis.schedule import Communicate, Compute, Control, Move, Schedule
 from wusharding.analysis.step import StepUpdate
-from wusharding.analysis.sums import Origin, Sums, is_narrower
+from wusharding.analysis.sum_dtypes import is_narrower
+from wusharding.analysis.sums import Origin, Sums
 from wusharding.analysis.update import Region
 from wusharding.jaxprs import CROSSINGS, Op, is_extended
 
@@ -359,7 +360,7 @@ def _wide_sums(step: _Step) -> Iterator[Finding]:
             where,
             size // 2,
             0,
-            step.update.style.scatter_dtype is not None,
+            not step.update.style.sum_dtypes.is_own,
             "shard_step(..., scatter_dtype=...), or sum before the cast: differentiate with "
             "respect to 16-bit weights, reduce, cast. That rounds the sum: compare loss curves.",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from wusharding.analysis.layout import Layout, Leaf, travel_dtype
@@ -16,6 +16,7 @@ from wusharding.analysis.schedule import (
     Schedule,
     steps_of,
 )
+from wusharding.analysis.sum_dtypes import OWN, SumDtypes
 from wusharding.analysis.traffic import Traffic, traffic_of
 from wusharding.formats.buckets import BucketSizes, tile_padding
 from wusharding.jaxprs import Aval
@@ -162,6 +163,7 @@ def make_plan(
     problems: Sequence[Problem],
     buckets: BucketSizes,
     *,
+    sum_dtypes: SumDtypes,
     gather_dtype: Any,
     reduced: bool,
 ) -> Plan:
@@ -172,6 +174,7 @@ def make_plan(
       schedule: the steps of one update.
       problems: what could not run on pieces.
       buckets: which arrays travel together.
+      sum_dtypes: in which gradients are scattered.
       gather_dtype: dtype in which weights or updates are gathered; None leaves it to them.
       reduced: gradients are known to arrive reduced.
     """
@@ -187,7 +190,14 @@ def make_plan(
         params=tuple(leaf_plan(leaf, replicas) for leaf in layout.params),
         state=tuple(leaf_plan(leaf, replicas) for leaf in (*layout.state, *masters)),
         traffic=tuple(
-            _traffic(layout, schedule, buckets, gather_dtype=gather_dtype, reduced=reduced)
+            _traffic(
+                layout,
+                schedule,
+                buckets,
+                sum_dtypes=sum_dtypes,
+                gather_dtype=gather_dtype,
+                reduced=reduced,
+            )
         ),
         whole=tuple(problems),
         owned=(len(jobs), len({j.owner for j in jobs})),
@@ -252,6 +262,7 @@ def _traffic(
     schedule: Schedule,
     buckets: BucketSizes,
     *,
+    sum_dtypes: SumDtypes,
     gather_dtype: Any,
     reduced: bool,
 ) -> list[Traffic]:
@@ -263,16 +274,8 @@ def _traffic(
     ]
     rows = []
     if split and not reduced:
-        rows += _scattered(split, replicas, buckets)
-        if replicas.num_replicas > replicas.num_shards:
-            rows.append(
-                Traffic(
-                    "all-reduce",
-                    "gradient shards, between subgroups",
-                    1,
-                    _padded(split, replicas) // replicas.num_shards,
-                )
-            )
+        rows += _scattered(split, replicas, buckets, sum_dtypes)
+        rows += _between_subgroups(split, replicas, sum_dtypes)
     if rest and not reduced and replicas.num_replicas > 1:
         rows.append(
             Traffic(
@@ -303,9 +306,25 @@ def _untiled(leaves: Sequence[Leaf], replicas: Replicas, buckets: BucketSizes) -
     return rows
 
 
-def _scattered(leaves: Sequence[Leaf], replicas: Replicas, buckets: BucketSizes) -> list[Traffic]:
+def _between_subgroups(
+    leaves: Sequence[Leaf], replicas: Replicas, sums: SumDtypes
+) -> Iterator[Traffic]:
+    """The all-reduces of shards over axes that they are not split over."""
+    rest = tuple(a for a in replicas.reduce_axes if a not in replicas.shard_axes)
+    sizes: dict[tuple[str, ...], int] = {}
+    for leaf in leaves:
+        elems = math.prod(leaf.local_stored_shape(replicas))
+        for dtype, over in sums.by_dtype(leaf.dtype, rest):
+            sizes[over] = sizes.get(over, 0) + elems * Aval((), dtype).nbytes
+    for size in sizes.values():
+        yield Traffic("all-reduce", "gradient shards, between subgroups", 1, size)
+
+
+def _scattered(
+    leaves: Sequence[Leaf], replicas: Replicas, buckets: BucketSizes, sums: SumDtypes = OWN
+) -> list[Traffic]:
     """The reduce-scatters of the gradients, a row for each phase."""
-    travelling = _travelling(leaves, replicas, buckets)
+    travelling = _travelling(leaves, replicas, buckets, sums)
     rows = []
     shards = replicas.num_shards
     for phase in replicas.phases:
@@ -314,10 +333,10 @@ def _scattered(leaves: Sequence[Leaf], replicas: Replicas, buckets: BucketSizes)
         if phase.groups is not None:
             where += f", in lines of {phase.size}"
         size = 0
-        for (first, *minor), elem_bytes in travelling:
+        for (first, *minor), dtype in travelling:
             elems = shards * first * math.prod(minor)
             pad = tile_padding(elems, tuple(minor)) if buckets.whole_tiles else 0
-            size += phase.size * (elems + pad) * elem_bytes
+            size += phase.size * (elems + pad) * Aval((), sums.of(dtype, phase.axis)).nbytes
         rows.append(Traffic("reduce-scatter", f"gradients{where}", len(travelling), size))
     return rows
 
@@ -336,22 +355,27 @@ def _gathered(leaves: Sequence[Leaf], replicas: Replicas, buckets: BucketSizes) 
 
 
 def _travelling(
-    leaves: Sequence[Leaf], replicas: Replicas, buckets: BucketSizes
-) -> list[tuple[tuple[int, ...], int]]:
-    """What is scattered and gathered: the shape of a shard of it, and the bytes of an element."""
+    leaves: Sequence[Leaf], replicas: Replicas, buckets: BucketSizes, sums: SumDtypes
+) -> list[tuple[tuple[int, ...], Any]]:
+    """What is scattered and gathered: the shape of a shard of it, and its dtype."""
     found = []
-    for dtype in {leaf.dtype for leaf in leaves}:
-        alike = [leaf for leaf in leaves if leaf.dtype == dtype]
+
+    def sent(leaf: Leaf) -> tuple[Any, ...]:
+        return tuple(sums.of(leaf.dtype, phase.axis) for phase in replicas.phases)
+
+    for dtypes in dict.fromkeys(map(sent, leaves)):
+        alike = [leaf for leaf in leaves if sent(leaf) == dtypes]
         elems = [math.prod(leaf.local_stored_shape(replicas)) for leaf in alike]
-        size = Aval((), dtype).nbytes
+        dtype = alike[0].dtype
+        size = Aval((), dtypes[0]).nbytes
         for bucket in buckets.fill(elems, size * replicas.num_shards):
             if len(bucket) == 1 and bucket[0].stop - bucket[0].start == elems[bucket[0].array]:
                 fmt = alike[bucket[0].array].format(replicas)
                 assert fmt is not None
                 lead = 0 if math.prod(fmt.shape[: fmt.lo]) > 1 else fmt.lo
-                found.append((fmt.local_shape[lead:], size))
+                found.append((fmt.local_shape[lead:], dtype))
             else:
-                found.append(((sum(p.stop - p.start for p in bucket),), size))
+                found.append(((sum(p.stop - p.start for p in bucket),), dtype))
     return found
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from wusharding.analysis.placement import Placement, Replicas
 from wusharding.analysis.rules import LocalView
 from wusharding.analysis.rules.base import Reduction
+from wusharding.analysis.sum_dtypes import OWN, SumDtypes
 from wusharding.formats import Format
 from wusharding.jaxprs import Aval, Op, Program
 
@@ -58,8 +59,8 @@ class Move:
 
     `kind` is "slice" (no communication), "gather", or "reduce": a partial value, finished over
     `axes` with `reduction`, whole or scattered to `after`. A gather is `planned` where weights are
-    meant to be whole, and not where an operation could not run on pieces. `dtype` is what it
-    travels in, where that is not its own.
+    meant to be whole, and not where an operation could not run on pieces. `sums` says in what it
+    travels where it is a sum that is scattered.
     """
 
     kind: Literal["slice", "gather", "reduce"]
@@ -71,7 +72,7 @@ class Move:
     reduction: Reduction | None = None
     axes: tuple[str, ...] = ()
     planned: bool = False
-    dtype: Any = None
+    sums: SumDtypes = OWN
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +15,7 @@ from wusharding.analysis.flow import control_links
 from wusharding.analysis.placement import Replicas
 from wusharding.analysis.replication import SUMS, Facts, collective_axes
 from wusharding.analysis.rules import RULES
+from wusharding.analysis.sum_dtypes import is_narrower
 from wusharding.analysis.update import sums_replicas
 from wusharding.jaxprs import CROSSINGS, Op
 
@@ -209,12 +210,6 @@ class Sums:
         ):
             return None
         return float(np.reshape(np.asarray(const), ()))
-
-
-def is_narrower(dtype: Any, than: Any) -> bool:
-    """Whether both are floats and the first has fewer bits."""
-    floats = jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(than, jnp.floating)
-    return bool(floats and jnp.dtype(dtype).itemsize < jnp.dtype(than).itemsize)
 
 
 def _carrier(sums: Sums, op: Op) -> int:

@@ -67,9 +67,11 @@ def _moves(moves: Sequence[Move], replicas: Replicas, buckets: BucketSizes) -> I
             yield Traffic("all-reduce", "norms, losses and other sums", count, size)
     yield from _phases("reduce-scatter", "gradients", scattered, replicas, buckets)
     for move in scattered:
-        if any(a not in replicas.shard_axes for a in move.axes):
-            shard = _local(move, move.after, replicas).nbytes
-            yield Traffic("all-reduce", "gradient shards, between subgroups", 1, shard)
+        rest = tuple(a for a in move.axes if a not in replicas.shard_axes)
+        shard = _local(move, move.after, replicas)
+        for dtype, _ in move.sums.by_dtype(shard.dtype, rest):
+            size = Aval(shard.shape, dtype).nbytes
+            yield Traffic("all-reduce", "gradient shards, between subgroups", 1, size)
     for planned, purpose in ((True, "weights"), (False, "values needed whole")):
         split = [m for m in gathered if m.planned == planned and m.before.span is not None]
         yield from _phases("all-gather", purpose, split, replicas, buckets)
@@ -84,17 +86,22 @@ def _phases(
 ) -> Iterable[Traffic]:
     """Rows for what is scattered or gathered together, one for each phase."""
     gathers = kind == "all-gather"
-    for dtype in dict.fromkeys(map(_dtype, moves)):
-        same = [m for m in moves if _dtype(m) == dtype]
+
+    def sent(move: Move) -> tuple[Any, ...]:
+        own = _dtype(move)
+        return tuple(own if gathers else move.sums.of(own, p.axis) for p in replicas.phases)
+
+    for dtypes in dict.fromkeys(map(sent, moves)):
+        same = [m for m in moves if sent(m) == dtypes]
         elems = [_local(m, m.before if gathers else m.after, replicas).size for m in same]
-        item = Aval((), dtype).nbytes
-        count = len(buckets.fill([n for n in elems if n], item * replicas.num_shards))
-        size = sum(elems) * item * replicas.num_shards
+        items = [Aval((), dtype).nbytes for dtype in dtypes]
+        count = len(buckets.fill([n for n in elems if n], items[0] * replicas.num_shards))
+        left = sum(elems) * replicas.num_shards
         rows = []
-        for phase in replicas.phases:
+        for phase, item in zip(replicas.phases, items, strict=True):
             where = f" along {phase.axis}" if len(replicas.phases) > 1 else ""
-            before, size = size, size // phase.size
-            rows.append(Traffic(kind, purpose + where, count, size if gathers else before))
+            before, left = left, left // phase.size
+            rows.append(Traffic(kind, purpose + where, count, (left if gathers else before) * item))
         yield from reversed(rows) if gathers else rows
 
 
@@ -110,7 +117,7 @@ def _dtype(move: Move) -> Any:
     own = move.aval.dtype
     if move.reduction in ("and", "or") and own == jnp.bool_:
         return jnp.dtype(jnp.int32)  # what devices agree on by a minimum or maximum
-    return move.dtype or own
+    return own
 
 
 def _merged(rows: Iterable[Traffic]) -> list[Traffic]:

@@ -18,6 +18,7 @@ from wusharding.analysis.choose import FORMAT_CHOICES as FORMAT_CHOICES
 from wusharding.analysis.choose import TARGETS as TARGETS
 from wusharding.analysis.layout import Layout, Leaf
 from wusharding.analysis.placement import Placement, Tiles
+from wusharding.analysis.sum_dtypes import SumDtypes
 from wusharding.errors import (
     ContextError,
     ReducedGradientsWarning,
@@ -106,6 +107,30 @@ def check_float_dtype(name: str, dtype: Any) -> Any:
     if not jnp.issubdtype(found, jnp.floating):
         raise ValueError(f"{name}={found}: need a floating dtype or None.")
     return found
+
+
+def check_sum_dtypes(name: str, given: Any, axes: tuple[str, ...]) -> SumDtypes:
+    """One dtype for all sums, or a mapping from some of the replica axes to dtypes."""
+    if not isinstance(given, Mapping):
+        return SumDtypes(check_float_dtype(name, given))
+    unknown = [axis for axis in given if axis not in axes]
+    if unknown:
+        raise ValueError(
+            f"{name}: found {unknown[0]!r}, need axes among axis={axes}, over which gradients are "
+            "summed."
+        )
+    found = {a: check_float_dtype(f"{name}[{a!r}]", dtype) for a, dtype in given.items()}
+    return SumDtypes(along=tuple((a, d) for a, d in found.items() if d is not None))
+
+
+def check_something_summed(sums: SumDtypes, arrivals: Sequence[Arrival]) -> None:
+    """Where gradients arrive reduced, `scatter_dtype` would change nothing."""
+    if not sums.is_own and arrivals and all(arrival == "reduced" for arrival in arrivals):
+        raise ContextError(
+            "scatter_dtype: all gradients arrive reduced, so that none is summed here. Hand over "
+            "local gradients (in shard_map or pmap, with reduce='mean' or 'sum'), unreduced ones "
+            "(on an explicit mesh), or the whole step (shard_step); or leave scatter_dtype out."
+        )
 
 
 def check_mesh(mesh: Any, axes: tuple[str, ...]) -> None:

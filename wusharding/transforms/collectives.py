@@ -21,9 +21,12 @@ from jax import lax
 from wusharding.analysis.lines import Phase
 from wusharding.analysis.placement import Placement, Replicas, Tiles, span_format
 from wusharding.analysis.rules.base import Reduction
+from wusharding.analysis.sum_dtypes import OWN, SumDtypes
 from wusharding.formats import LANES, Format
 from wusharding.formats.buckets import Bucket, BucketSizes, tile_padding
 from wusharding.jaxprs import as_invarying, reduce_scatter_is_unsound, varying_axes
+
+Dtypes = tuple[Any, ...]  # one for each phase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,23 +70,55 @@ class Collectives:
 
     # --------------------------------------------------------------------------------- collectives
 
-    def reduce_scatter(self, xs: Sequence[jax.Array], formats: Sequence[Format]) -> list[jax.Array]:
+    def reduce_scatter(
+        self, xs: Sequence[jax.Array], formats: Sequence[Format], sums: SumDtypes = OWN
+    ) -> list[jax.Array]:
         """Sums each `x: [*shape]` over the shard axes; returns shards in `local_shape`."""
+        out: list[Any] = [None] * len(xs)
+        phases = self.replicas.phases
+        sent = [tuple(sums.of(x.dtype, phase.axis) for phase in phases) for x in xs]
+        for dtypes in dict.fromkeys(sent):
+            group = [i for i, other in enumerate(sent) if other == dtypes]
+            first = dtypes[0]
+            done = self._scattered(
+                [xs[i].astype(first) for i in group], [formats[i] for i in group], dtypes
+            )
+            for i, x in zip(group, done, strict=True):
+                out[i] = x.astype(xs[i].dtype)
+        return out
+
+    def sum_shards(
+        self, xs: Sequence[jax.Array], axes: tuple[str, ...], sums: SumDtypes
+    ) -> list[jax.Array]:
+        """Sums shards over replica axes that they are not split over."""
+        out = list(xs)
+        for own in dict.fromkeys(x.dtype for x in xs):
+            group = [i for i, x in enumerate(xs) if x.dtype == own]
+            for dtype, over in sums.by_dtype(own, axes):
+                done = self.all_reduce([out[i].astype(dtype) for i in group], "sum", over)
+                for i, x in zip(group, done, strict=True):
+                    out[i] = x.astype(own)
+        return out
+
+    def _scattered(
+        self, xs: Sequence[jax.Array], formats: Sequence[Format], dtypes: Dtypes
+    ) -> list[jax.Array]:
+        """`reduce_scatter` of arrays that travel in the same dtypes, phase by phase."""
 
         def alone(x: jax.Array, fmt: Format) -> jax.Array:
             if self.buckets.whole_tiles:
                 rows = by_shard(_plain(fmt).pack(x), fmt)
-                return self._scatter_tiles(rows).reshape(fmt.local_shape)
-            return self._scatter(_plain(fmt).pack(x), fmt.lo)
+                return self._scatter_tiles(rows, dtypes).reshape(fmt.local_shape)
+            return self._scatter(_plain(fmt).pack(x), fmt.lo, dtypes)
 
         def packed(x: jax.Array, fmt: Format) -> jax.Array:
             return by_shard(_plain(fmt).pack(x), fmt).reshape(fmt.num_shards, -1)
 
         def scatter(bucket: jax.Array) -> jax.Array:
             return (
-                self._scatter_tiles(bucket)
+                self._scatter_tiles(bucket, dtypes)
                 if self.buckets.whole_tiles
-                else self._scatter(bucket, 0)[0]
+                else self._scatter(bucket, 0, dtypes)[0]
             )
 
         return self._bucketed(xs, formats, alone, packed, scatter, False)
@@ -174,20 +209,21 @@ class Collectives:
 
     # ----------------------------------------------------------------------------------- internals
 
-    def _scatter(self, x: jax.Array, dim: int) -> jax.Array:
-        for phase in self.replicas.phases:
-            x = _psum_scatter(x, phase, dim)
+    def _scatter(self, x: jax.Array, dim: int, dtypes: Dtypes) -> jax.Array:
+        for phase, dtype in zip(self.replicas.phases, dtypes, strict=True):
+            x = _psum_scatter(x.astype(dtype), phase, dim)
         return x
 
-    def _scatter_tiles(self, x: jax.Array) -> jax.Array:
+    def _scatter_tiles(self, x: jax.Array, dtypes: Dtypes) -> jax.Array:
         """Scatters `x: [num_shards, *shard]` in the one shape that TPU compilers scatter as it is.
 
         The scattered dim leads and is as long as the group, and each piece holds an even number of
         8 x 128 tiles (see `tile_padding`). After the first phase there is little left to pad.
         """
         shards, first, *rest = x.shape
-        for phase in self.replicas.phases:
+        for phase, dtype in zip(self.replicas.phases, dtypes, strict=True):
             shards //= phase.size
+            x = x.astype(dtype)
             pieces, pad = _in_tiles(x.reshape(phase.size, shards * first, *rest))
             done = _psum_scatter(pieces, phase, 0)
             x = done.reshape(-1)[: done.size - pad] if pad else done

@@ -163,12 +163,12 @@ class Interpreter:
         if not moves:
             return
         formats = [self._format(m.aval, m.after) for m in moves]
-        sent = [env[m.source] if m.dtype is None else env[m.source].astype(m.dtype) for m in moves]
-        done = self.collectives.reduce_scatter(sent, formats)
+        sums = moves[0].sums
+        assert all(m.sums == sums for m in moves)
+        done = self.collectives.reduce_scatter([env[m.source] for m in moves], formats, sums)
         for move, x in zip(moves, done, strict=True):
             rest = tuple(a for a in move.axes if a not in self.replicas.shard_axes)
-            x = lax.psum(x, rest) if rest else x
-            env[move.dest] = x if move.dtype is None else x.astype(move.aval.dtype)
+            (env[move.dest],) = self.collectives.sum_shards([x], rest, sums)
 
     def _gather(self, moves: list[Move], env: Values) -> None:
         split = [m for m in moves if m.before.span is not None]

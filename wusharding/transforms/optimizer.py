@@ -70,6 +70,7 @@ def shard_updates(
     formats: FormatChoice = "auto",
     min_shard_elems: int = 2,
     bucket_bytes: int = 4 * 2**20,
+    scatter_dtype: Any = None,
     gather_dtype: Any = None,
     master_dtype: Any = None,
     param_specs: PyTree = None,
@@ -102,6 +103,9 @@ def shard_updates(
       min_shard_elems: weights and state arrays with fewer elements stay replicated.
       bucket_bytes: arrays travel together in buffers of at most this many bytes; larger ones
         travel alone, on CPU those of 256 KiB already.
+      scatter_dtype: dtype in which gradients of a longer floating dtype are summed; or a mapping
+        from axes among `axis` to dtypes, for the sums along these: `{"dcn": jnp.bfloat16}` halves
+        what crosses slices. What is not split is summed in its own dtype.
       gather_dtype: dtype in which weights (`apply`) or updates (`update`) are gathered.
       master_dtype: keep sharded master weights of this dtype in the state for weights of another.
       param_specs: tree of `PartitionSpec` of the weights, for model parallelism where it cannot be
@@ -148,11 +152,14 @@ def shard_updates(
         bucket_bytes=checks.check_count("bucket_bytes", bucket_bytes, 1),
         gather_dtype=checks.check_float_dtype("gather_dtype", gather_dtype),
         master_dtype=checks.check_float_dtype("master_dtype", master_dtype),
+        sum_dtypes=checks.check_sum_dtypes("scatter_dtype", scatter_dtype, reduce_axes),
         per_example=bool(per_example),
         target=checks.check_choice("target", target, (*checks.TARGETS, None)),
         lines=lines,
         extra_args=extra_args,
     )
+    if per_example and not options.sum_dtypes.is_own:
+        raise ValueError("scatter_dtype: the optimizer sums gradients per example itself.")
     checks.check_mesh(mesh, (*reduce_axes, *others))
     return ShardedOptimizer._create(_Core(optimizer, options, mesh, param_specs))
 
@@ -411,6 +418,7 @@ class _Core:
         checks.check_master_params(layout, params)
         layout = checks.trees_as_given(layout, state, grads, params)
         arrivals = checks.arrivals(grad_leaves, layout, context, self.options.reduce)
+        checks.check_something_summed(self.options.sum_dtypes, arrivals)
         arrays, _, _ = split_extra(extra_args)
         checks.check_extra(extra_args, context)
         step = self.programs.step(

@@ -20,6 +20,7 @@ from wusharding.analysis.placement import Placement, Replicas, Tiles, replicated
 from wusharding.analysis.plan import Plan, make_plan
 from wusharding.analysis.propagate import Propagation
 from wusharding.analysis.schedule import Problem, Schedule
+from wusharding.analysis.sum_dtypes import SumDtypes
 from wusharding.errors import StateMismatchError, UnsupportedOptimizerError
 from wusharding.jaxprs import Aval, Program, prune, trace
 from wusharding.transforms.context import is_tracer
@@ -38,6 +39,7 @@ class Options:
     bucket_bytes: int
     gather_dtype: Any
     master_dtype: Any
+    sum_dtypes: SumDtypes
     per_example: bool
     target: Target | None
     lines: Mapping[str, Lines] | None
@@ -106,6 +108,7 @@ class Programs:
             schedule,
             problems,
             buckets,
+            sum_dtypes=self.options.sum_dtypes,
             gather_dtype=self.options.gather_dtype,
             reduced=reduced,
         )

@@ -133,9 +133,8 @@ class Runner:
         rest = tuple(a for a in options.reduce_axes if a not in options.shard_axes)
         formats = [f for i in scatter if (f := layout.grads[i].format(layout.replicas)) is not None]
         tiles = [self.storage.tile(layout.grads[i], grads[i]) for i in scatter]
-        shards = self.collectives.reduce_scatter(tiles, formats)
-        if rest:
-            shards = self.collectives.all_reduce(shards, "sum", rest)
+        shards = self.collectives.reduce_scatter(tiles, formats, options.sum_dtypes)
+        shards = self.collectives.sum_shards(shards, rest, options.sum_dtypes)
         whole = self.collectives.all_reduce([grads[i] for i in reduce], "sum", options.reduce_axes)
         for i, x in zip([*scatter, *reduce], [*shards, *whole], strict=True):
             out[i] = x

@@ -151,7 +151,7 @@ def shard_step(
       accumulate: in loops over microbatches, "whole" adds up each replica's own gradients and
         scatters their sum once a step; "shards" scatters each microbatch's and adds up shards: 1/N
         of the memory, and as many times the traffic as there are microbatches.
-      scatter_dtype: dtype in which gradients of a longer floating dtype are scattered.
+      scatter_dtype: as for `shard_updates`.
       formats: as for `shard_updates`.
       min_shard_elems: weights and state arrays with fewer elements stay replicated.
       bucket_bytes: as for `shard_updates`.
@@ -184,7 +184,7 @@ def shard_step(
         style=Style(
             checks.check_choice("weights", weights, ("whole", "split", "layers")),
             checks.check_choice("accumulate", accumulate, ("whole", "shards")),
-            checks.check_float_dtype("scatter_dtype", scatter_dtype),
+            checks.check_sum_dtypes("scatter_dtype", scatter_dtype, reduce_axes),
         ),
         on_unsupported=checks.check_choice("on_unsupported", on_unsupported, ("raise", "warn")),
         target=checks.check_choice("target", target, (*checks.TARGETS, None)),
