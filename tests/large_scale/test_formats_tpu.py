@@ -13,14 +13,15 @@ needs_libtpu = pytest.mark.skipif(
 
 # Arrays for which another format would be more than a tenth faster, and how far the chosen one may
 # be off. Small arrays cost little more than an operation's own time, which `choose` does not know;
-# of the others one is padded at every step either way, and one is better padded than relaid.
+# the other one is better padded than relaid.
 MISSES = {
-    ("v5e:4x4", (33_708, 1024)): 1.15,
     ("v5e:4x4", (7, 7, 3, 64)): 1.2,
     ("v3:4x4", (3, 3, 64, 64)): 1.8,
     ("v3:4x4", (7, 7, 3, 64)): 1.35,
     ("v3:4x4", (1000, 2048)): 1.2,
 }
+# Compiling all formats of those whose rows fill no tiles takes minutes; see benchmarks/formats.py.
+SHAPES = [shape for shape in formats.SHAPES if shape not in ((33_708, 1024), (50_257, 768))]
 QUICK = [("v5e:4x4", (1024, 1024)), ("v3:4x4", (512, 1024))]
 
 
@@ -41,7 +42,7 @@ def test_the_chosen_format_is_the_best(topology, shape):
 @needs_libtpu
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", formats.TOPOLOGIES)
-@pytest.mark.parametrize("shape", formats.SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_chosen_format_is_the_best_of_many(topology, shape):
     check(topology, shape)
 
