@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh
 
-from large_scale import Topology, aot, cost, make_mesh, programs
+from large_scale import Topology, aot, cost, make_mesh, programs, torus_lines
 from wusharding.analysis import assign, choose
 from wusharding.analysis.placement import Placement, Replicas, Span
 
@@ -61,7 +61,8 @@ class Trial:
 def trials(topology: str, shape: tuple[int, ...]) -> Iterator[Trial]:
     """The formats that are considered for an array, the chosen one first."""
     mesh = make_mesh(topology, devices=aot.devices(topology), axis_types=AxisType.Auto)
-    replicas = Replicas((("data", mesh.size),), ("data",), ("data",))
+    lines = tuple(torus_lines(mesh).items())
+    replicas = Replicas((("data", mesh.size),), ("data",), ("data",), lines)
     ranked = choose.candidates(shape, ((),) * len(shape), replicas, "tpu")
     for passes, placement in ranked:
         if passes < _HOPELESS:
