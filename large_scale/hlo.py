@@ -139,7 +139,9 @@ def collectives(hlo_text: str) -> list[Collective]:
                 # The start, the steps and the end of an asynchronous one are fusions on TPU, each
                 # with the collective in it.
                 carriers[callers[name].name] = fused_channels.setdefault(channel, len(found))
-                if fused_channels[channel] < len(found):
+                if (seen := fused_channels[channel]) < len(found):
+                    if not found[seen].emitter:
+                        found[seen] = dataclasses.replace(found[seen], emitter=_SPREAD)
                     continue
             one = _collective(instruction, kind, computation, name in looped, devices)
             if (fusion := callers.get(name)) and "AllReduceScatter" in fusion.emitter:
@@ -154,6 +156,7 @@ def collectives(hlo_text: str) -> list[Collective]:
     return _with_phases(found, carriers, computations)
 
 
+_SPREAD = "asynchronous fusions"  # which is not a name of the compiler's
 _DIRECTIONS = {"all-reduce": "in", "reduce-scatter": "in", "all-gather": "out"}
 
 
@@ -244,8 +247,8 @@ _VECTOR_BYTES = 4096  # one register tile
 def work(hlo_text: str) -> list[Work]:
     """What a TPU core does between collectives, from optimized and scheduled HLO.
 
-    The body of a loop counts once. Prefetches between memories run beside the rest and are left
-    out.
+    The body of a loop counts once. Prefetches between memories (`copy-start`, `slice-start`) run
+    beside the rest and are left out.
     """
     computations = _parse(hlo_text)
     found = []
@@ -256,16 +259,19 @@ def work(hlo_text: str) -> list[Work]:
                 continue
             if i.cycles is None and (i.opcode not in _MOVES or _nbytes(i.type) < _VECTOR_BYTES):
                 continue  # XLA prices all that computes; the rest is scalars and names
-            if i.cycles is None and i.opcode == "copy" and _keeps_layout(i, computations[name]):
-                continue  # from one memory to another
-            operands = sum(_nbytes(_operand_type(o, computations[name])) for o in i.operands)
+            types = [*(_operand_type(o, computations[name]) for o in i.operands), i.type]
+            if i.cycles is None and i.opcode == "copy" and _plain(types[0]) == _plain(types[1]):
+                # From one memory to another, as it lies: that takes what the main memory takes.
+                types = [t for t in types if t == _plain(t)]
+                if not types:
+                    continue
             found.append(
                 Work(
                     i.name,
                     i.opcode,
                     _work_kind(i, computations[name], computations),
                     i.cycles,
-                    operands + _nbytes(i.type),
+                    sum(map(_nbytes, types)),
                     without_layout(i.type),
                     i.op_name,
                 )
@@ -273,11 +279,9 @@ def work(hlo_text: str) -> list[Work]:
     return found
 
 
-def _keeps_layout(copy: _Instruction, computation: _Computation) -> bool:
-    """Whether a copy moves its operand as it lies, but for the memory space `S(n)`."""
-    types = (copy.type, _operand_type(copy.operands[0], computation))
-    before, after = (re.sub(r"S\(\d+\)", "", t) for t in types)
-    return before == after
+def _plain(type_text: str) -> str:
+    """A type without the memory spaces `S(n)`, which all but the main memory have."""
+    return re.sub(r"S\(\d+\)", "", type_text)
 
 
 def _scheduled(hlo_text: str, computations: dict[str, _Computation]) -> list[str]:

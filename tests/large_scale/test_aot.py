@@ -113,7 +113,8 @@ ENTRY %main (x: f32[8,128]) -> f32[32,128] {{
 def test_work_by_kind():
     found = {w.name: (w.kind, w.cycles) for w in hlo.work(TPU_TEXT)}
     assert found == {
-        "turned": ("relayout", None),  # another layout; `near` only moves between memories
+        "near": ("relayout", None),
+        "turned": ("relayout", None),
         "r": ("relayout", None),
         "cut": ("relayout", 70),
         "fwd": ("forward", 11),
@@ -122,6 +123,10 @@ def test_work_by_kind():
     }
     sizes = {w.name: w.nbytes for w in hlo.work(TPU_TEXT)}
     assert sizes["r"] == 2 * 64 * 128 * 4 and sizes["cut"] == (64 + 32) * 128 * 4
+    # `turned` has another layout; `near` goes to another memory as it lies, and the main one reads.
+    assert sizes["turned"] == 2 * sizes["near"] == 2 * 64 * 128 * 4
+    both = TPU_TEXT.replace("%y = f32[64,128]{1,0:T(8,128)}", "%y = f32[64,128]{1,0:T(8,128)S(1)}")
+    assert both != TPU_TEXT and "near" not in {w.name for w in hlo.work(both)}
 
 
 # --------------------------------------------------------------------------------------------- CPU

@@ -194,6 +194,7 @@ def test_a_phase_in_fusions_and_asynchronous_steps():
   ROOT %e = f32[128]{0} async-done(%a)"""
     found = hlo.collectives(parts + module(body))
     assert [(c.kind, c.phase) for c in found] == [("all-gather", 1), ("all-gather", 2)]
+    assert [c.emitter for c in found] == ["asynchronous fusions", ""]
 
 
 @pytest.mark.parametrize(
