@@ -235,8 +235,9 @@ class Format:
             # In this shape a shard's tiles can be read where they lie.
             rows = merged.reshape(-1, LANES)
             if not length % LANES:
-                rows = rows.reshape(self.num_shards, -1, LANES)
-                return lax.dynamic_index_in_dim(rows, index).reshape(self.local_shape)
+                count = length // LANES
+                found = lax.dynamic_slice_in_dim(rows, index * count, count)
+                return found.reshape(self.local_shape)
             count = min(length // LANES + 2, rows.shape[0])
             first = jnp.minimum(start // LANES, rows.shape[0] - count)
             merged = lax.dynamic_slice_in_dim(rows, first, count).reshape(-1)

@@ -241,8 +241,9 @@ class Collectives:
         there is more to move.
         """
         lead = 0 if math.prod(x.shape[:lo]) > 1 else lo
-        x = _lanes(x.reshape(x.shape[lead:]))
+        x = x.reshape(x.shape[lead:])
         for phase in reversed(self.replicas.phases):
+            x = _lanes(x)
             x = _all_gather(x[None], phase, 0).reshape(-1, *x.shape[1:])
         return as_invarying(x, self.axes)
 
@@ -273,12 +274,13 @@ class Collectives:
                     out[i] = alone(xs[i], formats[i])
                     continue
                 columns = []
+                bucket = sorted(bucket, key=lambda p: p.stop - p.start > 1)
                 for p in bucket:
                     i = group[rest[p.array]]
                     if i not in buffers:
                         buffers[i] = packed(xs[i], formats[i])
                     columns.append(buffers[i][:, p.start : p.stop])
-                done = collective(_concatenate(columns, 1))
+                done = collective(self._beside(columns))
                 _deal(bucket, done, pieces)
             for k, parts in pieces.items():
                 i = group[rest[k]]
@@ -289,6 +291,17 @@ class Collectives:
                     else joined.reshape(formats[i].local_shape)
                 )
         return out
+
+    def _beside(self, columns: Sequence[jax.Array]) -> jax.Array:
+        """Arrays `[rows, n]`, single columns first, as one.
+
+        As a row a column fills the lanes of a TPU, and as a column one lane in 128.
+        """
+        singles = sum(x.shape[1] == 1 for x in columns)
+        if self.buckets.whole_tiles and singles > 1 and columns[0].shape[0] > 1:
+            first = _concatenate([x.reshape(1, -1) for x in columns[:singles]]).T
+            columns = [first, *columns[singles:]]
+        return _concatenate(columns, 1)
 
     def _empty(self, x: jax.Array, fmt: Format, gathers: bool) -> jax.Array:
         return jnp.zeros(fmt.shape if gathers else fmt.local_shape, x.dtype)
