@@ -157,7 +157,8 @@ def collectives(hlo_text: str) -> list[Collective]:
 
 
 _SPREAD = "asynchronous fusions"  # which is not a name of the compiler's
-_DIRECTIONS = {"all-reduce": "in", "reduce-scatter": "in", "all-gather": "out"}
+# Where what a collective makes goes: into shards, or out to all.
+DIRECTIONS = {"all-reduce": "in", "reduce-scatter": "in", "all-gather": "out"}
 
 
 def _with_phases(
@@ -183,7 +184,7 @@ def _with_phases(
                 phases[other]
                 for other in before
                 if other != this
-                and _DIRECTIONS.get(found[other].kind, "") == _DIRECTIONS.get(found[this].kind)
+                and DIRECTIONS.get(found[other].kind, "") == DIRECTIONS.get(found[this].kind)
             ]
             phases[this] = max([phases[this], *(n + 1 for n in same)])
             near[i.name] = frozenset((this,))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from large_scale.buffers import Buffer
-from large_scale.hlo import Work
+from large_scale.hlo import DIRECTIONS, Work
 from large_scale.record import Alike, Report, alike, as_bytes
 
 _SHOWN = 5  # rows of the lists of the largest
@@ -155,11 +155,14 @@ def summary(reports: Sequence[Report]) -> Table:
 def collectives(reports: Sequence[Report]) -> Table:
     """Every collective, equal ones in one row."""
 
-    def row(c: Alike) -> tuple[str, ...]:
+    def row(c: Alike, found: Sequence[Alike]) -> tuple[str, ...]:
         along = f" along {c.along}" if c.along else ""
+        way = DIRECTIONS.get(c.kind)
+        several = any(o.phase > 1 and DIRECTIONS.get(o.kind) == way for o in found)
+        phase = f", {_ordinal(c.phase)}" if several else ""
         loop = ", in a loop" if c.in_loop else ""
         return (
-            f"{c.kind}{along}, {_ordinal(c.phase)}{loop}",
+            f"{c.kind}{along}{phase}{loop}",
             c.emitter or "-",
             c.dtype,
             f"{c.group_size:,}",
@@ -168,6 +171,7 @@ def collectives(reports: Sequence[Report]) -> Table:
             as_bytes(c.sent_bytes),
         )
 
+    found = [(r, alike(r.collectives)) for r in reports]
     return Table(
         "Collectives",
         'Equal ones in one row, with their number and the sum of their bytes. "Along" says in '
@@ -176,7 +180,7 @@ def collectives(reports: Sequence[Report]) -> Table:
         "one dim first, what is left of it along the next, and weights are gathered the same way "
         "back. The emitter is the compiler's name for how it sends.",
         ("collective", "emitter", "dtype", "group", "number", "operands", "sent"),
-        tuple((r.name, tuple(row(c) for c in alike(r.collectives))) for r in reports),
+        tuple((r.name, tuple(row(c, rows) for c in rows)) for r, rows in found),
         texts=3,
     )
 

@@ -167,8 +167,8 @@ def test_steps_of_ones_own_side_by_side(tmp_path):
     assert isinstance(found, Comparison) and [r.name for r in found.reports] == ["sum", "loop"]
     text = str(found)
     assert text.startswith("Sums\n") and "| on each device | sum | loop |" in text
-    assert "| sum | all-reduce along data, 1st |" in text
-    assert "| loop | all-reduce along data, 1st, in a loop |" in text
+    assert "| sum | all-reduce along data |" in text
+    assert "| loop | all-reduce along data, in a loop |" in text
     found.save(json=tmp_path / "sums.json", html=tmp_path / "sums.html")
     assert [r["name"] for r in json.loads((tmp_path / "sums.json").read_text())] == ["sum", "loop"]
     assert "<h1>Sums</h1>" in (tmp_path / "sums.html").read_text()
