@@ -11,6 +11,7 @@ import wusharding as wus
 from large_scale import data_axes, make_mesh
 from tests.large_scale.fakes import fake_devices
 from tests.runs import assert_same_bits, batches, of_kind, reference, relative_error, training
+from wusharding import checkpoint
 
 GRIDS = {
     "2x4": wus.lines_of_grid((2, 4)),
@@ -91,6 +92,24 @@ def test_norms_and_a_second_axis():
     wanted, state = reference(optimizer, PARAMS, [np_mean(g) for g in grads])
     assert relative_error(loop.whole_params, wanted) < 1e-5
     assert relative_error(loop.plain_state, state) < 1e-5
+
+
+@pytest.mark.parametrize("grid", ["2x4", "last dim first", "any order"])
+def test_state_goes_to_plain_optax_and_back(grid):
+    """Also where it is stored in its logical shape: shards still lie in an order of their own."""
+    params = {
+        "even": jnp.arange(48 * 33.0).reshape(48, 33),
+        "odd": jnp.arange(17 * 5.0).reshape(17, 5),
+    }
+    mesh = jax.make_mesh((8,), ("data",))
+    tx = wus.shard_updates(optax.trace(0.9), mesh=mesh, lines={"data": GRIDS[grid]})
+    plain = optax.TraceState(trace=params)
+    state = tx.shard(plain, params)
+    assert state.inner.trace["even"].shape == (48, 33)
+    assert_same_bits(tx.unshard(state), plain)
+    saved = checkpoint.logical_state(tx, state)
+    assert_same_bits(saved.opt_state, plain)
+    assert_same_bits(checkpoint.sharded_state(tx, saved, params).inner, state.inner)
 
 
 def test_state_of_other_lines_is_refused():

@@ -124,8 +124,9 @@ class Spreader:
 
 
 def is_stored_whole(leaf: Leaf, replicas: Replicas) -> bool:
-    """The stored array is the logical one: no padding, no merged dims."""
-    return leaf.stored_shape(replicas) == leaf.shape
+    """The stored array is the logical one: no padding, no merged dims, shards in their order."""
+    in_order = leaf.placement.span is None or not replicas.shard_numbers
+    return in_order and leaf.stored_shape(replicas) == leaf.shape
 
 
 def _even_split(leaf: Leaf, replicas: Replicas, most: int) -> tuple[int, int]:
