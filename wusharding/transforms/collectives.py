@@ -274,7 +274,7 @@ class Collectives:
                     out[i] = alone(xs[i], formats[i])
                     continue
                 columns = []
-                bucket = sorted(bucket, key=lambda p: p.stop - p.start > 1)
+                bucket = tuple(sorted(bucket, key=lambda p: p.stop - p.start > 1))
                 for p in bucket:
                     i = group[rest[p.array]]
                     if i not in buffers:
