@@ -105,11 +105,13 @@ class Comparison:
             data = [jsonlib.loads(r.to_json()) for r in self.reports]
             data += [{"name": name, "does_not_fit": why} for name, why in self.unfit.items()]
             write(Path(json), (jsonlib.dumps(data, indent=1) + "\n").encode())
-        if html is not None and self.reports:
+        if html is not None:
             picture = Path(html).with_suffix(".png")
-            write(picture, report.draw(self.reports, self.title))
+            if self.reports:
+                write(picture, report.draw(self.reports, self.title))
             about = "\n".join((self.about, *self.unfit.values()))
-            page = report.page(self.reports, self.title, picture.name, about)
+            bars = picture.name if self.reports else ""
+            page = report.page(self.reports, self.title, bars, about)
             write(Path(html), page.encode())
 
 

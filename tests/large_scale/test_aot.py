@@ -380,6 +380,10 @@ def test_one_that_does_not_fit_does_not_stop_the_others(tiny, tmp_path, capsys, 
     assert [r["name"] for r in fit] == ["zero1", "ours"]
     assert unfit == {"name": "replicated", "does_not_fit": err.split(": ", 1)[1].strip()}
     assert "<p>replicated: does not fit: needs &lt;40&gt; GiB" in page.read_text()
+    only = ["--compare", "replicated", "--json", str(data), "--html", str(page)]
+    assert cli.main([*COMMAND, *only]) == 1
+    assert json.loads(data.read_text()) == [unfit]
+    assert "<p>replicated: does not fit" in page.read_text() and "<img" not in page.read_text()
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
