@@ -263,7 +263,7 @@ def step_of(app: Application, rule: OpRule, fit: Fit, replicas: Replicas) -> Com
         fmt = placement.format(aval.shape, replicas)
         if fit.masked and fmt is not None and fmt.pad_elems:
             assert fit.partial is not None
-            masks.append(Mask(i, fmt.lo, fmt.chunk_elems, fmt.merged_elems, fit.partial))
+            masks.append(Mask(i, fmt, fit.partial))
     return Compute(op, op.ins, op.outs, view, tuple(masks))
 
 

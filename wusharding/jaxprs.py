@@ -66,7 +66,8 @@ def itemsize(dtype: Any) -> int:
 class Op:
     """One operation: `outs = primitive(*ins, **params)`, ids into the `Program` that holds it.
 
-    `source_infos` tell where it came from: itself, then the calls that it was inlined from.
+    `source_infos` tell where it came from: itself, then the calls that it was inlined from. Name
+    scopes of the calls are part of its own.
     """
 
     primitive: Any
@@ -87,6 +88,12 @@ class Op:
         text = next((line for line in lines if ":" in line), "unknown line")
         path, _, rest = text.partition(":")
         return f"{'/'.join(path.split('/')[-2:])}:{rest}" if rest else text
+
+    def as_traced(self) -> Any:
+        """A context in which operations get the name scopes and the source line of this one."""
+        info = self.source_infos[0]
+        names = source_info_util.current_name_stack() + info.name_stack
+        return source_info_util.user_context(info.traceback, name_stack=names)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -351,13 +358,13 @@ class _Builder:
         self, jaxpr: Any, env: dict[Any, int], callers: tuple[Any, ...] = ()
     ) -> tuple[int, ...]:
         for eqn in jaxpr.eqns:
-            sources = (eqn.source_info, *callers)
+            sources = (_within(eqn.source_info, callers), *callers)
             ins = tuple(self.atom(a, env) for a in eqn.invars)
             sub = _INLINED.get(eqn.primitive.name)
             if sub is not None and sub in eqn.params:
                 if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
                     ins = self._kept_apart(ins, sources)
-                outs = self._call(eqn.params[sub], ins, sources)
+                outs = self._call(eqn.params[sub], ins, _entered(eqn, sources))
                 env.update(zip(eqn.outvars, outs, strict=True))
                 continue
             if eqn.primitive.name == "shard_map":
@@ -411,6 +418,27 @@ class _Builder:
                 env[var] = self.const(value, var.aval)
         env.update(zip(jaxpr.invars, ins, strict=True))
         return self.inline(jaxpr, env, callers)
+
+
+def _within(info: Any, callers: tuple[Any, ...]) -> Any:
+    """Where an equation came from, its name scopes within those of the calls around it."""
+    if not callers or not len(callers[0].name_stack):
+        return info
+    return info.replace(name_stack=callers[0].name_stack + info.name_stack)
+
+
+def _entered(eqn: Any, sources: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Sources for what a call holds, in a scope of the name that the call has in a profile."""
+    if eqn.primitive.name in ("jit", "pjit"):
+        name = f"jit({eqn.params['name']})"
+    elif "differentiated" in eqn.params:
+        name = "checkpoint"
+    else:
+        return sources
+    call, *callers = sources
+    # As text, so that `jvp()` does not close around the name, which is how JAX writes it.
+    names = source_info_util.new_name_stack("/".join(filter(None, (str(call.name_stack), name))))
+    return call.replace(name_stack=names), *callers
 
 
 def _without_shardings(params: dict[str, Any]) -> dict[str, Any]:

@@ -70,6 +70,7 @@ class Collectives:
 
     # --------------------------------------------------------------------------------- collectives
 
+    @jax.named_scope("reduce_scatter")
     def reduce_scatter(
         self, xs: Sequence[jax.Array], formats: Sequence[Format], sums: SumDtypes = OWN
     ) -> list[jax.Array]:
@@ -175,6 +176,7 @@ class Collectives:
                 out[i], start = jnp.moveaxis(whole, 0, d), start + x.size
         return out
 
+    @jax.named_scope("all_reduce")
     def all_reduce(
         self, xs: Sequence[jax.Array], reduction: Reduction, axes: tuple[str, ...]
     ) -> list[jax.Array]:
@@ -199,6 +201,7 @@ class Collectives:
                     out[k] = reduce(xs[k], axes)
         return out
 
+    @jax.named_scope("exchange")
     def exchange(self, x: jax.Array) -> jax.Array:
         """All-to-all of `x: [num_shards, ...]`: row `r` goes to the device with shard `r`."""
         numbers = self.replicas.shard_numbers

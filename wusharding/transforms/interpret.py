@@ -86,7 +86,8 @@ class Interpreter:
 
     def _control(self, step: Control, env: dict[int, Any]) -> None:
         args = [self._typed(env[v], p) for v, p in zip(step.ins, step.placements, strict=True)]
-        outs = reenter(step.op, args, [self._body(s) for s in step.bodies])
+        with step.op.as_traced():
+            outs = reenter(step.op, args, [self._body(s) for s in step.bodies])
         env.update(zip(step.outs, outs, strict=True))
 
     def _body(self, schedule: Schedule) -> Body:
@@ -110,6 +111,10 @@ class Interpreter:
     # ------------------------------------------------------------------------------ local computing
 
     def _compute(self, step: Compute, env: Values) -> None:
+        with step.op.as_traced():
+            env.update(zip(step.outs, self._computed(step, env), strict=True))
+
+    def _computed(self, step: Compute, env: Values) -> list[Any]:
         args = [env[v] for v in step.ins]
         for mask in step.masks:
             args[mask.operand] = self._filled(args[mask.operand], mask)
@@ -129,7 +134,7 @@ class Interpreter:
             wide = env.wide[step.ins[0]]
             indices = wide_lookup(params, args[0].shape, wide, jnp.asarray(args[1]))
             args = args if indices is None else [wide, indices]
-        env.update(zip(step.outs, evaluate(step.op, params, args), strict=True))
+        return _bound(step.op, params, args)
 
     def _filled(self, x: jax.Array, mask: Mask) -> jax.Array:
         """Padding replaced by what changes nothing in the reduction, whatever it held."""
@@ -170,6 +175,7 @@ class Interpreter:
             rest = tuple(a for a in move.axes if a not in self.replicas.shard_axes)
             (env[move.dest],) = self.collectives.sum_shards([x], rest, sums)
 
+    @jax.named_scope("all_gather")
     def _gather(self, moves: list[Move], env: Values) -> None:
         split = [m for m in moves if m.before.span is not None]
         formats = [self._format(m.aval, m.before) for m in split]
@@ -270,7 +276,14 @@ Visit = Callable[[Program, int, Any], Any]
 def evaluate(
     op: Op, params: dict[str, Any], args: Sequence[Any], visit: Visit | None = None
 ) -> list[Any]:
-    """One operation on the values given: what they hold is up to the caller."""
+    """One operation on the values given, under its own name: what they hold is up to the caller."""
+    with op.as_traced():
+        return _bound(op, params, args, visit)
+
+
+def _bound(
+    op: Op, params: dict[str, Any], args: Sequence[Any], visit: Visit | None = None
+) -> list[Any]:
     if op.subs:
         aligned = align_varying([jnp.asarray(a) for a in args])
         return reenter(op, aligned, [_whole_body(sub, visit) for sub in op.subs])

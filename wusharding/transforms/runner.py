@@ -46,6 +46,7 @@ class Runner:
 
     # ----------------------------------------------------------------------------------- the steps
 
+    @jax.named_scope("shard_updates")
     def init(self, schedule: Schedule, params: Sequence[jax.Array]) -> tuple[list[Any], list[Any]]:
         """Stored state and masters for weights `params`."""
         local = []
@@ -61,6 +62,7 @@ class Runner:
             self.storage.store(leaf, x) for leaf, x in zip(self.layout.state, outs, strict=True)
         ], masters
 
+    @jax.named_scope("shard_updates")
     def update(
         self,
         step: Step,

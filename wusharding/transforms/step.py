@@ -447,6 +447,7 @@ class ShardedStep:
         def fun(*args: Any) -> Any:
             return out_def.unflatten(run(jax.tree.leaves(args)))
 
+        fun.__name__ = getattr(self._step, "__name__", "step")  # what profiles call the program
         return Built(
             context,
             update,

@@ -38,6 +38,7 @@ class Storage:
         """What the tiles leave this device of an array as its owner has it."""
         return self.collectives.take_shard(x, leaf.whole, leaf.placement.without_span())
 
+    @jax.named_scope("all_gather")
     def gathered(self, leaves: Sequence[Leaf], shards: Sequence[jax.Array]) -> list[jax.Array]:
         """Whole arrays from pieces in computing shape."""
         replicas = self.collectives.replicas
