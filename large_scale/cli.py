@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
 
 import wusharding as wus
 from large_scale import aot, report
-from large_scale.comparison import Comparison, check_writable
+from large_scale.comparison import Comparison, check_writable, is_device
 from large_scale.mesh import make_mesh
 from large_scale.models import MODELS
 from large_scale.programs import OPTIMIZERS, VARIANTS, Program, update_program
@@ -110,16 +111,26 @@ def _aot(args: argparse.Namespace) -> int:
         f"{topology}, a cluster of {size} that need not exist."
         f"\n{_explained({v: known[v] for v in variants}, chr(10))}",
     )
-    try:
+
+    def steps() -> Iterator[tuple[str, tuple[Any, ...]]]:
         for variant in variants:
             program = _program(args, variant, mesh)
-            found.compile({variant: (program.step, *program.args)})
+            yield variant, (program.step, *program.args)
+            # Here when it is compiled: it survives if the next one fails, or takes all memory.
+            found.save(json=_partial(args.json), html=_partial(args.html))
+
+    try:
+        found.compile(steps(), len(variants))
     except BaseException:
-        _save_finished(found, args)
+        _show_finished(found, args)
         raise
     if not args.quiet:
         found.show()
     found.save(json=args.json, html=args.html)
+    for path in (_partial(args.json), _partial(args.html)):
+        if path is not None:
+            path.unlink(missing_ok=True)
+            path.with_suffix(".png").unlink(missing_ok=True)
     for why in found.unfit.values():
         print(f"large-scale: {why}", file=sys.stderr)
     return 1 if found.unfit else 0
@@ -137,18 +148,23 @@ def _explained(variants: Mapping[str, str], between: str = " ") -> str:
     return between.join(f"{name}: {what}." for name, what in variants.items())
 
 
-def _save_finished(found: Comparison, args: argparse.Namespace) -> None:
-    """Shows and keeps the reports that were finished before another failed, beside older files."""
+def _partial(path: Path | None) -> Path | None:
+    """Where reports are kept until all are finished: beside the file, which may be an older one."""
+    if path is None or is_device(path):
+        return None
+    return path.with_name(f"{path.stem}.partial{path.suffix}")
+
+
+def _show_finished(found: Comparison, args: argparse.Namespace) -> None:
+    """Shows the reports that were finished before another failed, and says where they are."""
     if not found.reports:
         return
     if not args.quiet:
         found.show()
-    for option, path in (("json", args.json), ("html", args.html)):
+    names = ", ".join(r.name for r in found.reports)
+    for path in (_partial(args.json), _partial(args.html)):
         if path is not None:
-            beside = path.with_name(f"{path.stem}.partial{path.suffix}")
-            found.save(**{option: beside})
-            names = ", ".join(r.name for r in found.reports)
-            print(f"large-scale: finished so far ({names}): {beside}", file=sys.stderr)
+            print(f"large-scale: finished so far ({names}): {path}", file=sys.stderr)
 
 
 if __name__ == "__main__":

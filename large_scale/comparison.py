@@ -5,14 +5,12 @@ from __future__ import annotations
 import json as jsonlib
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from large_scale import aot, report
 from large_scale.record import Report
-
-Step = Callable[..., Any]
 
 
 def compare(
@@ -39,7 +37,7 @@ def compare(
     [('sum', 128), ('max', 128)]
     """
     found = Comparison(title, about)
-    found.compile(steps)
+    found.compile(steps.items(), len(steps))
     return found
 
 
@@ -57,11 +55,16 @@ class Comparison:
         self.reports: list[Report] = []
         self.unfit: dict[str, str] = {}  # name of a step that does not fit, and why
 
-    def compile(self, steps: Mapping[str, tuple[Any, ...]]) -> None:
+    def compile(self, steps: Iterable[tuple[str, tuple[Any, ...]]], total: int) -> None:
         """Compiles steps and adds their reports, with a progress bar if this is a terminal.
 
         A step that no device can hold is noted in `unfit`. What is finished when another one fails,
         or when the user has waited long enough, is kept.
+
+        Args:
+          steps: pairs of a name and `(step, *args)`; each is asked for when the one before it is
+            compiled.
+          total: how many.
         """
         progress = report.library("rich.progress")
         columns = (
@@ -75,8 +78,8 @@ class Comparison:
         with progress.Progress(
             *columns, console=console, transient=True, disable=not console.is_terminal
         ) as bar:
-            task = bar.add_task("", total=len(steps))
-            for name, (step, *args) in steps.items():
+            task = bar.add_task("tracing", total=total)
+            for name, (step, *args) in steps:
                 bar.update(task, description=f"compiling {name}")
                 try:
                     self.reports.append(aot.compile_step(step, *args, name=name))
@@ -117,7 +120,7 @@ class Comparison:
 
 def write(path: Path, data: bytes) -> None:
     """Writes a file beside the older one, then puts it in its place."""
-    if _is_device(path):
+    if is_device(path):
         path.write_bytes(data)
         return
     target = path.resolve()
@@ -131,7 +134,8 @@ def write(path: Path, data: bytes) -> None:
         part.unlink(missing_ok=True)
 
 
-def _is_device(path: Path) -> bool:
+def is_device(path: Path) -> bool:
+    """Whether it is a pipe or a device, which is written to as it is."""
     return path.parts[:2] == ("/", "dev") or (path.exists() and not path.is_file())
 
 
@@ -144,7 +148,7 @@ def check_writable(path: Path, option: str) -> None:
     folder = path.resolve().parent
     if path.is_dir():
         raise ValueError(f"{option} {path}: is a folder; need the name of a file")
-    if _is_device(path):
+    if is_device(path):
         return
     if not folder.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {folder}; make it first")
