@@ -248,8 +248,9 @@ class Work:
     Args:
       name: its name in the text.
       opcode: what it is.
-      kind: one of `WORK`: "relayout" moves data and computes nothing, "update" is all that is
-        neither of a differentiated function nor relayout.
+      kind: one of `WORK`: "forward" and "backward" are told by JAX's names, and what only reads
+        arguments that are not donated, where others are, is forward too: the batch. Of the rest,
+        "relayout" moves data and computes nothing, and "update" is all else.
       cycles: XLA's estimate; None where it gives none.
       nbytes: bytes that it reads and writes.
       type: what it makes: dtype and shape, layout left out.
@@ -288,6 +289,7 @@ def work(hlo_text: str) -> list[Work]:
     beside the rest and are left out.
     """
     computations = parse(hlo_text)
+    batch = _not_donated(hlo_text, computations)
     found = []
     for name in _scheduled(hlo_text, computations):
         for i in computations[name].values():
@@ -306,7 +308,7 @@ def work(hlo_text: str) -> list[Work]:
                 Work(
                     i.name,
                     i.opcode,
-                    _work_kind(i, computations[name], computations),
+                    _work_kind(i, computations[name], computations, batch),
                     i.cycles,
                     sum(map(nbytes, types)),
                     without_layout(i.type),
@@ -337,12 +339,28 @@ def _scheduled(hlo_text: str, computations: dict[str, Computation]) -> list[str]
     return found
 
 
+def _not_donated(hlo_text: str, computations: dict[str, Computation]) -> set[str]:
+    """The batch: parameters whose place no result takes, in a program where some are taken."""
+    entry = re.search(r"^ENTRY\s+%?([\w.\-]+)", hlo_text, re.MULTILINE)
+    head = re.search(r"^HloModule.*?input_output_alias=\{(.*?) \}", hlo_text)
+    if entry is None or head is None:
+        return set()
+    taken = set(re.findall(r"\((\d+), \{", head[1]))
+    parameters = (i for i in computations[entry[1]].values() if i.opcode == "parameter")
+    return {i.name for i in parameters if i.operands[0] not in taken}
+
+
 def _work_kind(
-    instruction: Instruction, computation: Computation, computations: dict[str, Computation]
+    instruction: Instruction,
+    computation: Computation,
+    computations: dict[str, Computation],
+    batch: set[str],
 ) -> str:
     if "transpose(jvp" in instruction.op_name:
         return "backward"
     if "jvp(" in instruction.op_name:
         return "forward"
+    if {o.rpartition("%")[2] for o in instruction.operands} <= batch:
+        return "forward"  # images on their way into the layout of the first convolution
     moves = opcodes(instruction, computation, computations) - _STILL <= _MOVES
     return "relayout" if moves else "update"

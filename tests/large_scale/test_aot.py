@@ -121,6 +121,15 @@ def test_work_by_kind():
         "bwd": ("backward", 22),
         "up": ("update", 33),
     }
+    # `y` is the batch, if `x` is donated; if both are, or none is, it is not known.
+    for donated, kind in (
+        ("{0}: (0, {}, may-alias)", "forward"),
+        ("{0}: (1, {}, may-alias)", "relayout"),
+        ("{0}: (0, {}, may-alias), {1}: (1, {}, may-alias)", "relayout"),
+    ):
+        head = f"input_output_alias={{ {donated} }}, num_partitions=4"
+        kinds = {w.name: w.kind for w in hlo.work(TPU_TEXT.replace("num_partitions=4", head))}
+        assert (kinds["turned"], kinds["cut"], kinds["bwd"]) == (kind, kind, "backward")
     sizes = {w.name: w.nbytes for w in hlo.work(TPU_TEXT)}
     assert sizes["r"] == 2 * 64 * 128 * 4 and sizes["cut"] == (64 + 32) * 128 * 4
     # `turned` has another layout; `near` goes to another memory as it lies, and the main one reads.
