@@ -396,6 +396,10 @@ def test_is_called_by_name_and_inside_of_jit(mesh8_auto: Mesh) -> None:
         wus.shard_step(named, mesh=mesh8_auto)(params, state, x, y=y)
 
 
+def _turn(carry: Any) -> Any:
+    return carry[0] + 1, carry[1] * 1.3
+
+
 ALONG_THE_BATCH: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "picked by an iota": lambda h, y: jax.nn.log_softmax(h)[jnp.arange(h.shape[0]), y].mean(),
     "a mask of padding": lambda h, y: jnp.where(
@@ -414,6 +418,9 @@ ALONG_THE_BATCH: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "shifted": lambda h, y: (jnp.diff(h, axis=0) ** 2).mean(),
     "padded": lambda h, y: (jnp.pad(h, ((1, 1), (0, 0))) ** 3).mean(),
     "rolled": lambda h, y: (jnp.roll(h, 1, 0) * h).mean(),
+    "loops of their own length": lambda h, y: (
+        jax.vmap(lambda n: lax.while_loop(lambda c: c[0] < n, _turn, (0, 1.0)))(y)[1][:, None] * h
+    ).mean(),
     "a scan over it": lambda h, y: lax.scan(lambda c, row: (0.9 * c + row, c), h[0], h)[1].var(),
 }
 
@@ -440,3 +447,37 @@ def test_operations_along_the_batch_are_those_of_the_whole(name: str, mesh8_auto
     step = wus.shard_step(written, mesh=mesh8_auto)
     found = step.unshard(step(*args))
     assert_close(found, jax.jit(written)(*args), 1e-5)
+
+
+WHOLE_BATCH = {
+    "scan": (
+        lambda p, x: lax.map(lambda row: jnp.tanh(row @ p).sum(), x).mean(),
+        "jax.vmap",
+    ),
+    "dynamic_slice": (
+        lambda p, x: lax.fori_loop(0, 16, lambda i, c: c + jnp.tanh(x[i] @ p).sum(), 0.0),
+        "jax.vmap",
+    ),
+    "concatenate": (
+        lambda p, x: jnp.tanh(jnp.concatenate([x, -x]) @ p).mean(),
+        r"jnp.stack\(parts, 1\)",
+    ),
+    "reshape": (
+        lambda p, x: jnp.tanh(x.reshape(2, 8, 6) @ p).mean(),
+        r"take \[rows, microbatches, ...\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("op", WHOLE_BATCH)
+def test_what_needs_the_whole_batch_is_named(op: str, mesh8_auto: Mesh) -> None:
+    loss, remedy = WHOLE_BATCH[op]
+    rows = NamedSharding(mesh8_auto, P("data"))
+    x = jax.device_put(jnp.ones((16, 6)), rows)
+
+    def written(p: jax.Array, x: jax.Array) -> jax.Array:
+        return p - 0.1 * jax.grad(loss)(p, x)
+
+    step = wus.shard_step(written, mesh=mesh8_auto)
+    with pytest.raises(wus.UnsupportedStepError, match=rf"{op} at .*test_step.py.*{remedy}"):
+        step.plan_for(jnp.ones((6, 16)), x)

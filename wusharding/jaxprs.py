@@ -124,6 +124,9 @@ _INLINED: Mapping[str, str] = {
     "remat2": "jaxpr",
     "custom_lin": "jaxpr",
 }
+# What differentiates, or maps, in a way of its own, where a program is to stay differentiable.
+_CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+_REMAT = frozenset({"checkpoint", "remat", "remat2"})
 _ONE_BY_ONE = frozenset({"optimization_barrier"})
 _CONTROL: Mapping[str, tuple[str, ...]] = {
     "scan": ("jaxpr",),
@@ -252,6 +255,36 @@ class RandomTile:
         return (high ^ low).astype(f"uint{self.bit_width}")
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kept:
+    """One equation as it is, with what it says of its own derivative or mesh.
+
+    Args:
+      name: of its primitive.
+      closed: the equation alone, as a function of the variables that it reads.
+      reads: which operands these are; the others are numbers in it.
+    """
+
+    name: str
+    closed: jex.ClosedJaxpr
+    reads: tuple[int, ...]
+    multiple_results: bool = True
+
+    @classmethod
+    def of(cls, eqn: Any, jaxpr: Any) -> Kept:
+        first: dict[Any, int] = {}
+        for i, var in enumerate(eqn.invars):
+            if not isinstance(var, jex.Literal):
+                first.setdefault(var, i)
+        alone = jaxpr.replace(
+            constvars=[], invars=list(first), outvars=list(eqn.outvars), eqns=[eqn]
+        )
+        return cls(eqn.primitive.name, jex.ClosedJaxpr(alone, []), tuple(first.values()))
+
+    def bind(self, *args: Any, **params: Any) -> Any:
+        return jex.jaxpr_as_fun(self.closed)(*(args[i] for i in self.reads))
+
+
 CROSSINGS = ("enter_manual", "leave_manual")
 
 # What only tells JAX how a value lies on a mesh: inside one `shard_map` it has nothing to do.
@@ -262,7 +295,10 @@ _SHARDING_PARAMS = ("out_sharding", "sharding")
 
 
 def trace(
-    fun: Callable[..., Any], *args: Any, mesh: AbstractMesh | None = None
+    fun: Callable[..., Any],
+    *args: Any,
+    mesh: AbstractMesh | None = None,
+    keep_calls: bool = False,
 ) -> tuple[Program, Any]:
     """Traces `fun` at global shapes, outside of any mesh.
 
@@ -270,6 +306,9 @@ def trace(
       fun: a function of pytrees of arrays.
       *args: pytrees of anything with `shape` and `dtype`.
       mesh: the mesh that `fun` finds around it; None hides any.
+      keep_calls: keep functions with derivatives of their own (`jax.custom_vjp`, `jax.custom_jvp`),
+        `jax.checkpoint` and `shard_map` as operations, so that what is evaluated can be
+        differentiated as `fun` can. The first have their body as `subs`, to look at.
 
     Returns:
       The program, whose inputs are the leaves of `args` in order, and the output as a pytree of
@@ -278,7 +317,7 @@ def trace(
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     with no_mesh() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
         closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*structs)
-    return from_jaxpr(closed), out_shape
+    return from_jaxpr(closed, keep_calls=keep_calls), out_shape
 
 
 @contextlib.contextmanager
@@ -308,9 +347,9 @@ def trace_step(fun: Callable[..., Any], *args: Any) -> tuple[Program, Any, tuple
     return from_jaxpr(closed), out_shape, tuple(donated)
 
 
-def from_jaxpr(closed: jex.ClosedJaxpr) -> Program:
-    """Flattens a closed jaxpr into a `Program`."""
-    build = _Builder()
+def from_jaxpr(closed: jex.ClosedJaxpr, *, keep_calls: bool = False) -> Program:
+    """Flattens a closed jaxpr into a `Program`; `keep_calls` as for `trace`."""
+    build = _Builder(keep_calls)
     env: dict[Any, int] = {}
     for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
         env[var] = build.const(value, var.aval)
@@ -322,7 +361,8 @@ def from_jaxpr(closed: jex.ClosedJaxpr) -> Program:
 class _Builder:
     """Appends equations to one flat program."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep_calls: bool = False) -> None:
+        self.keep_calls = keep_calls
         self.ops: list[Op] = []
         self.avals: list[Aval] = []
         self.consts: dict[int, Any] = {}
@@ -360,6 +400,10 @@ class _Builder:
         for eqn in jaxpr.eqns:
             sources = (_within(eqn.source_info, callers), *callers)
             ins = tuple(self.atom(a, env) for a in eqn.invars)
+            if self.keep_calls and (kept := self._kept(eqn, jaxpr)) is not None:
+                outs = tuple(self.new(v.aval, env, v) for v in eqn.outvars)
+                self.ops.append(dataclasses.replace(kept, ins=ins, outs=outs, source_infos=sources))
+                continue
             sub = _INLINED.get(eqn.primitive.name)
             if sub is not None and sub in eqn.params:
                 if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
@@ -376,15 +420,40 @@ class _Builder:
                 for i, o in zip(ins, outs, strict=True):
                     self.ops.append(Op(eqn.primitive, eqn.params, (i,), (o,), (), sources))
                 continue
-            subs = _bodies(eqn)
+            subs = _bodies(eqn, self.keep_calls)
             primitive, params = eqn.primitive, _without_shardings(eqn.params)
+            if primitive.name == "while" and subs[0].avals[subs[0].outputs[0]].shape:
+                first = params["cond_nconsts"]
+                subs, params = _as_one_loop(subs[0], subs[1], params)
+                ins = (*ins[:first], *ins)
             if primitive.name == "psum_invariant":
                 primitive = SumOver(primitive.name)
             if primitive.name in _ANNOTATIONS:
-                said = {"annotation": primitive.name, "said": eqn.params.get("sharding")}
+                sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
+                said = {"annotation": primitive.name, "said": sharding}
                 primitive, params = Identity("copy"), params | said
             self.ops.append(Op(primitive, params, ins, outs, subs, sources))
         return tuple(self.atom(a, env) for a in jaxpr.outvars)
+
+    def _kept(self, eqn: Any, jaxpr: Any) -> Op | None:
+        """An equation that is to stay an operation; None for others."""
+        name = eqn.primitive.name
+        if name == "shard_map":
+            params = {
+                "in_specs": eqn.params["in_specs"],
+                "out_specs": eqn.params["out_specs"],
+                "axes": frozenset(map(str, eqn.params["newly_manual_axes"])),
+            }
+            return Op(Kept.of(eqn, jaxpr), params, (), (), (), ())
+        if name not in _CUSTOM | _REMAT or eqn.params.get("differentiated"):
+            return None
+        body = eqn.params[_INLINED[name]]
+        closed = body if hasattr(body, "consts") else jex.ClosedJaxpr(body, [])
+        subs = (from_jaxpr(closed, keep_calls=True),)
+        if name in _CUSTOM:
+            return Op(Kept.of(eqn, jaxpr), {}, (), (), subs, ())
+        chosen = {key: eqn.params[key] for key in ("prevent_cse", "policy")}
+        return Op(eqn.primitive, chosen, (), (), subs, ())
 
     def _kept_apart(self, ins: tuple[int, ...], sources: tuple[Any, ...]) -> tuple[int, ...]:
         """What `jax.checkpoint` computes again must not be merged with the first time."""
@@ -409,6 +478,17 @@ class _Builder:
         outs = self._call(body, local, sources)
         outer = zip(outs, eqn.outvars, params["out_specs"], strict=True)
         return tuple(cross("leave_manual", v, var.aval, spec) for v, var, spec in outer)
+
+    def splice(self, program: Program, ins: Sequence[int]) -> tuple[int, ...]:
+        """Appends the operations of a program; returns its outputs."""
+        env = dict(zip(program.inputs, ins, strict=True))
+        env |= {v: self.const(x, program.avals[v]) for v, x in program.consts.items()}
+        for op in program.ops:
+            outs = tuple(self.new(program.avals[v]) for v in op.outs)
+            read = tuple(env[v] for v in op.ins)
+            self.ops.append(dataclasses.replace(op, ins=read, outs=outs))
+            env.update(zip(op.outs, outs, strict=True))
+        return tuple(env[v] for v in program.outputs)
 
     def _call(self, jaxpr: Any, ins: tuple[int, ...], callers: tuple[Any, ...]) -> tuple[int, ...]:
         env: dict[Any, int] = {}
@@ -448,11 +528,49 @@ def _without_shardings(params: dict[str, Any]) -> dict[str, Any]:
     return params | {name: None for name in _SHARDING_PARAMS if name in params}
 
 
-def _bodies(eqn: Any) -> tuple[Program, ...]:
+def _bodies(eqn: Any, keep_calls: bool) -> tuple[Program, ...]:
     if eqn.primitive.name == "cond":
-        return tuple(from_jaxpr(b) for b in eqn.params["branches"])
-    names = _CONTROL.get(eqn.primitive.name, ())
-    return tuple(from_jaxpr(eqn.params[n]) for n in names)
+        bodies = eqn.params["branches"]
+    else:
+        bodies = [eqn.params[n] for n in _CONTROL.get(eqn.primitive.name, ())]
+    return tuple(from_jaxpr(b, keep_calls=keep_calls) for b in bodies)
+
+
+def _as_one_loop(
+    test: Program, turn: Program, params: dict[str, Any]
+) -> tuple[tuple[Program, Program], dict[str, Any]]:
+    """Loops that `jax.vmap` put side by side, whose test is one element for each, as one loop.
+
+    It runs while any of them does; those that have ended keep what they carry. The turn needs the
+    test's constants too: they come first among its own.
+    """
+    first, second = params["cond_nconsts"], params["body_nconsts"]
+    pred = test.avals[test.outputs[0]]
+
+    def helper(fun: Callable[..., Any], *avals: Aval) -> Program:
+        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        with no_mesh():
+            return from_jaxpr(jax.make_jaxpr(fun)(*structs))
+
+    build = _Builder()
+    ins = [build.new(test.avals[v]) for v in test.inputs]
+    outs = build.splice(helper(jnp.any, pred), build.splice(test, ins))
+    any_left = Program(tuple(ins), outs, build.ops, build.avals, build.consts)
+
+    def chosen(pred: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(jnp.expand_dims(pred, range(pred.ndim, new.ndim)), new, old)
+
+    build = _Builder()
+    fixed = [build.new(test.avals[v]) for v in test.inputs[:first]]
+    ins = [build.new(turn.avals[v]) for v in turn.inputs]
+    carry = ins[second:]
+    (left,) = build.splice(test, [*fixed, *carry])
+    done = []
+    for new, old in zip(build.splice(turn, ins), carry, strict=True):
+        aval = build.avals[old]
+        done += build.splice(helper(chosen, pred, aval, aval), [left, new, old])
+    one = Program((*fixed, *ins), tuple(done), build.ops, build.avals, build.consts)
+    return (any_left, one), params | {"body_nconsts": first + second}
 
 
 def prune(program: Program) -> Program:

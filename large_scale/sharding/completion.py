@@ -103,9 +103,10 @@ class Completion:
     def apply(self) -> Callable[..., Any]:
         """The function with each split as a constraint on the array that it is of.
 
-        It computes the same. Dims of which nothing is known are left to the compiler. Jit it, and
-        differentiate before completing, not after: derivatives that the function's parts define for
-        themselves (`jax.custom_vjp`) are not kept.
+        It computes the same, and has the same derivatives: parts that define their own
+        (`jax.custom_vjp`, `jax.custom_jvp`) keep them, and have no constraints inside; what
+        `jax.checkpoint` is to compute again is computed again. Dims of which nothing is known are
+        left to the compiler. Jit it.
         """
 
         def constrained(*args: Any) -> Any:
@@ -189,7 +190,8 @@ def complete(
 ) -> Completion:
     """Splits every array of a program, from the splits of a few.
 
-    Annotations are `specs`, `names`, and `jax.lax.with_sharding_constraint` within the function. A
+    Annotations are `specs`, `names`, and `jax.lax.with_sharding_constraint` within the function; a
+    `shard_map` in it stays as it is, and says how what enters and leaves it is split. A
     dim that one of them names, or keeps whole by None, stays as it says; a dim that is
     `PartitionSpec.UNCONSTRAINED`, and all dims of other arrays, follow.
 
@@ -206,7 +208,7 @@ def complete(
       A `Completion`.
 
     Raises:
-      ValueError: an annotation does not fit its array or the mesh, or `fun` holds a `shard_map`.
+      ValueError: an annotation does not fit its array or the mesh.
 
     Source: GSPMD (arXiv 2105.04663), 3.5.
 
@@ -229,7 +231,7 @@ def complete(
             "make the mesh with axis_types=(jax.sharding.AxisType.Auto, ...) to have them found."
         )
     args = jax.tree.map(lambda x: x if hasattr(x, "shape") else jnp.asarray(x), args)
-    program, out = wus.trace(fun, *args, mesh=mesh.abstract_mesh)
+    program, out = wus.trace(fun, *args, mesh=mesh.abstract_mesh, keep_calls=True)
     with_paths, in_tree = jax.tree_util.tree_flatten_with_path(args)
     paths = tuple(f"args{jax.tree_util.keystr(path)}" for path, _ in with_paths)
     graph = Graph(program, dict(mesh.shape), uneven=uneven)
@@ -262,11 +264,8 @@ def _annotate_inputs(graph: Graph, paths: Sequence[str], in_tree: Any, specs: Py
 
 def _annotate_inside(graph: Graph, names: Mapping[str, PartitionSpec]) -> None:
     for op in graph.program.ops:
-        if op.name == "enter_manual":
-            raise ValueError(
-                f"{op.source}: holds a shard_map, whose arrays are pieces already. Complete the "
-                "functions of global arrays around it."
-            )
+        if op.name == "shard_map":
+            _follow_shard_map(graph, op)
         said = op.params.get("said")
         if op.params.get("annotation") == "sharding_constraint":
             if not isinstance(said, NamedSharding):
@@ -279,6 +278,18 @@ def _annotate_inside(graph: Graph, names: Mapping[str, PartitionSpec]) -> None:
         elif op.name == "name" and op.params["name"] in names:
             name = op.params["name"]
             _annotate(graph, op.outs[0], names[name], f"the name {name!r}")
+
+
+def _follow_shard_map(graph: Graph, op: wus.Op) -> None:
+    """What enters and leaves a `shard_map` is split as its specs say, where nothing else does."""
+    root, all_axes = f"the shard_map at {op.source}", op.params["axes"] >= graph.sizes.keys()
+    specs = (*op.params["in_specs"], *op.params["out_specs"])
+    for v, spec in zip((*op.ins, *op.outs), specs, strict=True):
+        for d, decision in enumerate(graph.dims(v)):
+            entry = spec[d] if d < len(spec) else None
+            axes: Axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+            if decision is None and (axes or all_axes) and not graph.refused(v, d, axes):
+                graph.dims(v)[d] = Decision(axes, root)
 
 
 def _annotate(graph: Graph, v: int, spec: PartitionSpec, where: str) -> None:

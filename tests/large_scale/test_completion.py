@@ -370,12 +370,64 @@ def test_explicit_axes_are_refused():
         complete(mlp, *MLP, mesh=explicit)
 
 
-def test_shard_map_is_refused():
-    def f(x: jax.Array) -> jax.Array:
-        return jax.shard_map(jnp.sin, mesh=mesh(), in_specs=P("data"), out_specs=P("data"))(x)
+@jax.custom_vjp
+def ten_times_steeper(x: jax.Array) -> jax.Array:
+    return jnp.sin(x)
 
-    with pytest.raises(ValueError, match=r"holds a shard_map"):
-        complete(f, MLP[0], mesh=mesh())
+
+ten_times_steeper.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (10 * g * jnp.cos(x),))
+
+
+@jax.custom_jvp
+def straight_through(x: jax.Array) -> jax.Array:
+    return jnp.round(x)
+
+
+straight_through.defjvp(lambda x, t: (jnp.round(x[0]), t[0]))
+
+
+def test_derivative_rules_survive_being_applied():
+    def f(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+        @jax.checkpoint
+        def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+            return straight_through(3 * ten_times_steeper(x @ w))
+
+        h, _ = jax.lax.scan(lambda h, _: (ten_times_steeper(h), None), layer(x, w), None, length=2)
+        return jnp.sum(jax.nn.relu(h @ v) ** 2)
+
+    args = arrays((8, 6), (6, 10), (10, 6))
+    plan = complete(f, *args, mesh=mesh(), specs=(P("data"), P(None, "model"), None))
+    assert plan.in_specs[2] == P("model")  # through rules, loops and what is computed again
+    found, wanted = (jax.jit(jax.grad(g, (0, 1, 2)))(*args) for g in (plan.apply(), f))
+    for a, b in zip(found, wanted, strict=True):
+        assert np.any(b)
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+    text = str(jax.make_jaxpr(jax.grad(plan.apply()))(*args))
+    assert "remat" in text or "checkpoint" in text
+    assert plan.compare() == []
+
+
+def test_a_shard_map_stays_and_says_how_its_operands_lie():
+    grid = mesh()
+
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        by_rows = jax.shard_map(
+            lambda x: x + jax.lax.psum(x.sum(), "data"),
+            mesh=grid,
+            in_specs=P("data"),
+            out_specs=P("data"),
+            axis_names={"data"},
+        )
+        return by_rows(jnp.sin(x)) @ w
+
+    x, w = MLP[:2]
+    plan = complete(f, x, w, mesh=grid, specs=(None, P(None, "model")))
+    assert plan.in_specs == (P("data"), P(None, "model"))
+    assert plan.out_specs == P("data", "model")
+    assert any("the shard_map at" in why for value in plan.values() for why in value.why)
+    np.testing.assert_allclose(jax.jit(plan.apply())(x, w), jax.jit(f)(x, w), rtol=1e-5)
+    whole = jax.shard_map(jnp.sin, mesh=grid, in_specs=P("data"), out_specs=P("data"))
+    assert complete(lambda x: whole(x) + 1, x, mesh=grid).out_specs == P("data")
 
 
 # -------------------------------------------------------------------------- windows, the facts

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import wusharding as wus
+from large_scale.hlo import Collective, collectives
 from tests.large_scale import megatron, test_embedding, test_moe, test_spatial, training
 from tests.runs import groups_of, mesh_of, of_kind, relative_error
 from wusharding.errors import ContextError
@@ -170,11 +172,18 @@ ROWS_COLUMNS = {"up": P("model"), "down": P(None, "model")}
 @pytest.mark.parametrize("rows", [P("data"), P("data", "model"), P("model", "data")])
 @pytest.mark.parametrize("specs", [COLUMNS_ROWS, ROWS_COLUMNS], ids=["columns", "rows"])
 def test_however_batch_and_weights_lie(specs: Tree, rows: P) -> None:
-    """A gradient summed over `model` too, of a weight that `model` tiles, is no tile before."""
+    """Gradients summed over `model` of weights that `model` tiles are scattered there too."""
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.lamb(0.02))
     mesh = mesh_of({"data": 4, "model": 2}, auto=True)
     found = training.by_step(product_loss, products(), specs, sequences(3), rows, tx, mesh)
     assert found.error(training.on_one_device(product_loss, products(), sequences(3), tx)) <= 1e-6
+    gradients = sum(w.nbytes for w in products().values())
+    assert all(c.operand_bytes < gradients / 8 for c in found.collectives if crosses(c, mesh))
+
+
+def crosses(c: Collective, mesh: Mesh) -> bool:
+    """Whether it is an all-reduce among replicas."""
+    return c.kind == "all-reduce" and "data" in c.crossed_axes(mesh.shape)
 
 
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
@@ -232,3 +241,61 @@ def test_where_it_cannot_be_told_it_is_refused() -> None:
     found = step.unshard(step(params, state, x))
     wanted = training.on_one_device(product_loss, products(), sequences(1), MOMENTUM)
     assert relative_error(found, wanted) <= 1e-6
+
+
+def test_microbatches_add_up_tiles_and_are_scattered_once() -> None:
+    mesh = mesh_of({"data": 4, "model": 2}, auto=True)
+
+    def step(params: Tree, state: Tree, x: jax.Array) -> tuple[Tree, Tree]:
+        def turn(total: Tree, part: jax.Array) -> tuple[Tree, None]:
+            grads = jax.grad(product_loss)(params, part)
+            return jax.tree.map(jnp.add, total, grads), None
+
+        parts = x.reshape(4, 2, 4, 6).swapaxes(0, 1)
+        total, _ = jax.lax.scan(turn, jax.tree.map(jnp.zeros_like, params), parts)
+        updates, state = MOMENTUM.update(jax.tree.map(lambda g: g / 2, total), state, params)
+        return optax.apply_updates(params, updates), state
+
+    args = (training.placed(products(), COLUMNS_ROWS, mesh),)
+    args += (MOMENTUM.init(*args), training.placed(sequences(1)[0], P("data"), mesh))
+    sharded = wus.shard_step(step, mesh=mesh)
+    found = collectives(sharded.lower(*args).compile().as_text())
+    (scattered,) = of_kind(found, "reduce-scatter")
+    assert not scattered.in_loop
+    assert scattered.operand_bytes == sum(w.nbytes for w in products().values()) // 2
+    wanted = training.on_one_device(product_loss, products(), sequences(1), MOMENTUM)
+    assert relative_error(sharded.unshard(sharded(*args)), wanted) <= 1e-6
+
+
+def test_constraints_on_activations_are_followed() -> None:
+    """Sequence parallelism: rows are split over `model`, and gathered for the products."""
+    mesh = mesh_of({"data": 4, "model": 2}, auto=True)
+
+    def constrained(x: jax.Array, *spec: str | None) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+    def loss(params: Tree, x: jax.Array, split: Callable[..., Any] = constrained) -> jax.Array:
+        x = split(jnp.sin(x), "data", "model")
+        h = jnp.tanh(split(x * params["scale"], "data", None) @ params["up"])
+        out = split(h @ params["down"], "data", "model") + x
+        return jnp.mean((out - x[..., ::-1]) ** 2)
+
+    weights = {**products(), "scale": np.linspace(1, 2, 6, dtype=np.float32)}
+    specs = {**COLUMNS_ROWS, "scale": P()}
+    found = training.by_step(loss, weights, specs, sequences(3), P("data"), MOMENTUM, mesh)
+    plain = functools.partial(loss, split=lambda x, *spec: x)
+    assert found.error(training.on_one_device(plain, weights, sequences(3), MOMENTUM)) <= 1e-6
+    # The second product's sum is scattered where rows are to be split, and not reduced for all.
+    rows = 4 * 8 // 4 * 4 * 6  # bytes of one replica's activation
+    assert over_model(found, mesh, "reduce-scatter", rows)
+    as_it_comes = training.by_step(plain, weights, specs, sequences(1), P("data"), MOMENTUM, mesh)
+    assert not over_model(as_it_comes, mesh, "reduce-scatter", rows)
+
+
+def over_model(found: training.Trained, mesh: Mesh, kind: str, nbytes: int) -> list[Collective]:
+    groups = training.along(mesh, "model")
+    return [
+        c
+        for c in of_kind(found.collectives, kind)
+        if groups_of(c) == groups and c.operand_bytes == nbytes
+    ]

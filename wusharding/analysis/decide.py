@@ -430,6 +430,8 @@ class Decider:
         if hint is not None and value.partial == "sum":
             v = self._cut(v, hint)
             value = self.values[v]
+            if value.partial is None:
+                return v
         after = value.placement
         if (
             hint is not None
@@ -445,16 +447,23 @@ class Decider:
     def _cut(self, v: int, want: Placement) -> int:
         """The tile of a sum that is still open, where `want` splits what this has whole.
 
-        Not along axes over which it is summed: there the parts of one tile are on all devices.
+        Along axes over which it is summed too, tiles are scattered, and the rest stays open.
         """
         value = self.values[v]
         have, tiles = value.placement, want.without_span()
         if have.span is not None or have == tiles or have.shared_tiles(want) != have:
             return v
-        if not set(tiles.tile_axes).isdisjoint(value.partial_axes):
+        new = set(tiles.tile_axes) - set(have.tile_axes)
+        over = tuple(a for a in value.partial_axes if a in new)
+        if over and len(over) < len(new):
             return v
-        part = self._move("slice", v, tiles)
-        self.values[part] = value._replace(placement=tiles)
+        rest = tuple(a for a in value.partial_axes if a not in new)
+        if over:
+            part = self._move("reduce", v, tiles, value.partial, over)
+        else:
+            part = self._move("slice", v, tiles)
+        partial = value.partial if rest else None
+        self.values[part] = value._replace(placement=tiles, partial=partial, partial_axes=rest)
         return part
 
     def _wanted(self, v: int) -> Placement | None:

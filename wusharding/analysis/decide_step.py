@@ -14,6 +14,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
+from wusharding.analysis.constraints import constrained_tiles
 from wusharding.analysis.decide import Case, Decider, Value
 from wusharding.analysis.fit import tiles_of, tiles_of_result
 from wusharding.analysis.placement import Placement, Tiles, replicated, spec_tiles
@@ -267,6 +268,8 @@ class _StepDecider(Decider):
     def _forward(self, k: int, op: Op) -> bool:
         """A part of the forward or backward pass, on tiles; False to run it as the update runs."""
         rule, factors = RULES.get(op.name), self.propagation.factors[k]
+        if op.name == "copy" and self._constrained(op):
+            return True
         open_sum = any(self.values[v].partial for v in op.ins)
         if open_sum and rule and factors and self._linear(op, rule, factors):
             return True
@@ -296,6 +299,20 @@ class _StepDecider(Decider):
                 self._whole(op, ins, "needs the whole of a dim that is split over replicas")
             else:
                 self._compute(op, rule, fit, ins, uniform=False)
+        return True
+
+    def _constrained(self, op: Op) -> bool:
+        """An activation is split as the program says; False where it says nothing new."""
+        (v,), (out,) = op.ins, op.outs
+        have, shape = self.values[v].placement, self.avals[v].shape
+        tiles = constrained_tiles(op, have.tiles, shape, self.replicas)
+        if tiles is None or (tiles == have.tiles and self.values[v].partial is None):
+            return False
+        if self.values[v].partial == "sum":
+            v = self._cut(v, Placement(tiles))
+        v = self._placed(self._settled(v), Placement(tiles), "a constraint says so", op)
+        self.values[out] = self.values[v]
+        self.steps.append(Compute(op, (v,), (out,)))
         return True
 
     def _scattered_sum(self, op: Op, ins: Sequence[int]) -> bool:
@@ -366,7 +383,8 @@ class _StepDecider(Decider):
         if not stays and any(h is not None and h.span for h in wanted):
             return False
         want = self._wanted(op.outs[0]) if op.name in _ADDS else None
-        if want is not None:
+        open_axes = {a for v in op.ins for a in self.values[v].partial_axes}
+        if want is not None and open_axes.isdisjoint(want.tile_axes):
             parts = [self._cut(v, want) if self.values[v].partial else v for v in op.ins]
             op = dataclasses.replace(op, ins=tuple(parts))
         return super()._linear(op, rule, factors)
@@ -479,13 +497,14 @@ class _StepDecider(Decider):
             and self._is_zeros(op.ins[n_const + i])
             and _accumulates(program, n_const + i, i)
         }
+        tiles: dict[int, Placement] = {}  # in which these sums begin: as the body makes them
         ys = [o for o in range(n_carry, len(op.outs)) if not self._scattered_by_layer(op.outs[o])]
         while True:
             placed, start = [], []
             for i, (v, inner) in enumerate(zip(ins, program.inputs, strict=True)):
                 carried, stacked = n_const <= i < first_x, i >= first_x
                 if i in open_sums:
-                    placed.append(self._zeros(v, op))
+                    placed.append(self._zeros(v, tiles.get(i), op))
                 else:
                     want = self._entering(
                         v, inner, body, facts, region, carried=carried, stacked=stacked
@@ -504,10 +523,13 @@ class _StepDecider(Decider):
             open_outputs = frozenset({*(i - n_const for i in open_sums), *ys})
             decider = self._inner(k, 0, outs, _carried(op, 0), open_outputs)
             schedule = decider.run(start)
-            closed = {i for i in open_sums if decider.final[i - n_const].partial is None}
-            if not closed:
+            final = {i: decider.final[i - n_const] for i in open_sums}
+            closed = {i for i, value in final.items() if value.partial is None}
+            moved = {i for i in open_sums if final[i].placement != start[i].placement}
+            if not closed and not moved:
                 break
-            open_sums -= closed
+            open_sums -= closed | (moved & tiles.keys())  # made otherwise again: it is made whole
+            tiles |= {i: final[i].placement for i in moved}
         self._finish_control(
             op, placed, [p for _, p in schedule.outputs], [(schedule, decider.problems)]
         )
@@ -566,11 +588,13 @@ class _StepDecider(Decider):
             return have.without_span()
         return have
 
-    def _zeros(self, like: int, op: Op) -> int:
+    def _zeros(self, like: int, placement: Placement | None, op: Op) -> int:
         """Zeros that every device makes for itself, whatever became of those of the program."""
         aval = self.avals[like]
-        out = self._fresh(like, Value(replicated(len(aval.shape))))
-        fill = Op(Zeros(aval.shape, aval.dtype), {}, (), (out,), (), op.source_infos)
+        placement = placement or replicated(len(aval.shape))
+        out = self._fresh(like, Value(placement))
+        shape = placement.local_shape(aval.shape, self.replicas)
+        fill = Op(Zeros(shape, aval.dtype), {}, (), (out,), (), op.source_infos)
         self.steps.append(Compute(fill, (), (out,)))
         return out
 

@@ -25,6 +25,10 @@ def control_links(op: Op) -> list[list[tuple[int, int, int]]]:
             for i, (a, b) in enumerate(zip(op.outs, body.outputs, strict=True))
         ]
         return [ins + outs]
+    if op.name != "while":  # a call that was kept: its body is the operation itself
+        (body,) = op.subs
+        pairs = zip((*op.ins, *op.outs), (*body.inputs, *body.outputs), strict=True)
+        return [[(a, b, 0) for a, b in pairs]]
     cond, body = op.subs
     c, b = op.params["cond_nconsts"], op.params["body_nconsts"]
     carry = op.ins[c + b :]

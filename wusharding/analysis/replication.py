@@ -12,9 +12,10 @@ fixpoint. Source: replication analysis in Xu et al. 2020 (arXiv 2004.13336, sect
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from wusharding.analysis.constraints import constrained_tiles
 from wusharding.analysis.fit import tiles_of, tiles_of_result, try_fit
 from wusharding.analysis.placement import Placement, Replicas, Tiles, spec_tiles
 from wusharding.analysis.rules.base import factors_of
@@ -81,9 +82,20 @@ def is_collective(op: Op) -> bool:
     return op.name in _EQUALIZING or op.name in _VARYING
 
 
-def needs_whole(op: Op, facts: Facts, replicas: Replicas) -> bool:
-    """Whether an operation needs all tiles of an operand that replicas hold tiles of."""
+def needing_whole(facts: Facts, replicas: Replicas) -> Iterator[Op]:
+    """The operations that need all tiles of an operand that replicas hold tiles of."""
+    for k, op in enumerate(facts.program.ops):
+        if _needs_whole(op, facts, replicas):
+            yield op
+        for body in facts.bodies.get(k, ()):
+            yield from needing_whole(body, replicas)
+
+
+def _needs_whole(op: Op, facts: Facts, replicas: Replicas) -> bool:
     ins = [facts.spreads[v].tiles for v in op.ins]
+    if op.name == "scan":
+        first_x = op.params["num_consts"] + op.params["num_carry"]
+        return any(set(tiles[0]) & set(replicas.reduce_axes) for tiles in ins[first_x:])
     tiled = any(a in replicas.reduce_axes for tiles in ins for axes in tiles for a in axes)
     if not tiled or op.subs or op.name in CROSSINGS:
         return False
@@ -210,7 +222,9 @@ class _Analysis:
             whole = whole and not (self.casts_vary and op.name == "all_gather")
             varies = varies - named if whole else varies | named
         elif any(any(s.tiles) for s in ins):
-            return self._tiled(op, facts, ins)
+            shape = facts.program.avals[op.ins[0]].shape
+            said = constrained_tiles(op, ins[0].tiles, shape, self.replicas)
+            return self._tiled(op, facts, ins) if said is None else [Spread(said)]
         return [Spread.same(n)._replace(varies=varies) for n in ndims]
 
     def _spec_axes(self, op: Op, ndim: int) -> frozenset[str]:

@@ -57,7 +57,12 @@ def _walk(schedule: Schedule, replicas: Replicas, buckets: BucketSizes) -> Itera
 def _moves(moves: Sequence[Move], replicas: Replicas, buckets: BucketSizes) -> Iterable[Traffic]:
     scattered = [m for m in moves if m.kind == "reduce" and _is_split(m.after, m.before)]
     gathered = [m for m in moves if m.kind == "gather"]
+    tiled = [m for m in moves if m.kind == "reduce" and m.after.tiles != m.before.tiles]
     summed = [m for m in moves if m.kind == "reduce" and not _is_split(m.after, m.before)]
+    summed = [m for m in summed if m not in tiled]
+    for move in tiled:
+        size = _local(move, move.before, replicas).nbytes
+        yield Traffic("reduce-scatter", "sums, into tiles", 1, size)
     for axes in dict.fromkeys((m.reduction, m.axes) for m in summed):
         rows = [_local(m, m.before, replicas) for m in summed if (m.reduction, m.axes) == axes]
         for dtype in dict.fromkeys(a.dtype for a in rows):

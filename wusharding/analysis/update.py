@@ -15,10 +15,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from wusharding.analysis.fit import tiles_of, try_fit
 from wusharding.analysis.flow import control_links
-from wusharding.analysis.placement import Replicas
+from wusharding.analysis.placement import Placement, Replicas
 from wusharding.analysis.replication import SUMS, Facts, is_collective
 from wusharding.analysis.rules import RULES
+from wusharding.analysis.rules.base import factors_of
 from wusharding.jaxprs import CROSSINGS, Op, Program
 
 
@@ -135,7 +137,16 @@ def sums_replicas(op: Op, facts: Facts, replicas: Replicas) -> bool:
     after = any(facts.spreads[v].axes() & axes for v in op.outs)
     if not before or after or op.subs or op.name in CROSSINGS:
         return False
-    return op.name in SUMS if is_collective(op) else op.name in RULES
+    if is_collective(op):
+        return op.name in SUMS
+    if op.name == "scatter-add":  # tiles that are added up into the whole
+        return True
+    factors = factors_of(facts.program, op)
+    if factors is None:
+        return False
+    placements = [Placement(facts.spreads[v].tiles) for v in op.ins]
+    fit = try_fit(factors, tiles_of(factors, placements, replicas), None, replicas)
+    return fit is not None and fit.partial == "sum"
 
 
 def only_rearranges(op: Op, program: Program) -> bool:

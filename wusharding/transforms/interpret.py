@@ -28,10 +28,12 @@ from wusharding.analysis.schedule import (
 from wusharding.formats import Format
 from wusharding.jaxprs import (
     Aval,
+    Kept,
     Op,
     Program,
     align_varying,
     as_varying,
+    reduce_scatter_is_unsound,
 )
 from wusharding.transforms.collectives import Collectives
 from wusharding.transforms.lookup import wide_lookup
@@ -151,6 +153,8 @@ class Interpreter:
         for move in step.moves:
             if move.kind == "gather":
                 gathers.append(move)
+            elif move.after.tiles != move.before.tiles:
+                env[move.dest] = self._scattered_tile(env[move.source], move)
             elif move.after.span is not None and move.before.span is None:
                 scatters.append(move)
             else:
@@ -162,6 +166,22 @@ class Interpreter:
             env.update(zip((m.dest for m in moves), done, strict=True))
         self._scatter_sums(scatters, env)
         self._gather(gathers, env)
+
+    def _scattered_tile(self, x: Any, move: Move) -> Any:
+        """The tile of a sum over the axes that make the tile, and over others."""
+        tiled = [
+            (d, want)
+            for d, (have, want) in enumerate(zip(move.before.tiles, move.after.tiles, strict=True))
+            if have != want
+        ]
+        rest = tuple(a for a in move.axes if all(a not in axes for _, axes in tiled))
+        x = lax.psum(x, rest) if rest else x
+        if reduce_scatter_is_unsound():
+            x = lax.psum(x, tuple(a for _, axes in tiled for a in axes))
+            return self.collectives.take_shard(x, move.before, move.after)
+        for d, axes in tiled:
+            x = lax.psum_scatter(x, axes, scatter_dimension=d, tiled=True)
+        return x
 
     def _scatter_sums(self, moves: list[Move], env: dict[int, Any]) -> None:
         """Partial sums that are wanted split: reduce-scatter, then the axes that it left out."""
@@ -284,7 +304,7 @@ def evaluate(
 def _bound(
     op: Op, params: dict[str, Any], args: Sequence[Any], visit: Visit | None = None
 ) -> list[Any]:
-    if op.subs:
+    if op.subs and not isinstance(op.primitive, Kept):
         aligned = align_varying([jnp.asarray(a) for a in args])
         return reenter(op, aligned, [_whole_body(sub, visit) for sub in op.subs])
     out = op.primitive.bind(*align_varying(args), **params)
@@ -338,6 +358,8 @@ def reenter(op: Op, args: Sequence[Any], bodies: Sequence[Body]) -> list[Any]:
             return _reenter_scan(op, args, bodies[0])
         case "while":
             return _reenter_while(op, args, bodies)
+        case "checkpoint" | "remat" | "remat2":
+            return jax.checkpoint(bodies[0], **op.params)(*args)
         case _:
             raise AssertionError(f"{op.name} is no control-flow operation")
 

@@ -19,7 +19,7 @@ from wusharding.analysis.decide_step import Style
 from wusharding.analysis.layout import Leaf
 from wusharding.analysis.lines import Lines
 from wusharding.analysis.placement import Placement, Replicas, Tiles, spec_tiles
-from wusharding.analysis.replication import Spread, needs_whole
+from wusharding.analysis.replication import Spread, needing_whole
 from wusharding.analysis.schedule import Schedule
 from wusharding.analysis.step import StepUpdate, find_update
 from wusharding.analysis.step_plan import StepPlan, make_step_plan
@@ -50,6 +50,25 @@ from wusharding.transforms.trees import matched, nodes
 
 PyTree = Any
 _UNREACHED = "no split weight's update meets it"
+
+# What to do where all that follows needs the whole batch.
+_REMEDY = (
+    "Let each replica's rows stay together: of [batch, ...] take [rows, microbatches, ...] and "
+    "swap these, rather than [microbatches, rows, ...]."
+)
+_ROWS_AT_ONCE = (
+    "Let all rows run at once, as by jax.vmap, or loop over microbatches, [microbatches, rows, "
+    "...] with the rows split."
+)
+_REMEDIES: Mapping[str, str] = {
+    "scan": _ROWS_AT_ONCE,
+    "dynamic_slice": _ROWS_AT_ONCE,
+    "dynamic_update_slice": _ROWS_AT_ONCE,
+    "concatenate": (
+        "Lay parts of the batch side by side within each replica's rows: jnp.stack(parts, 1), "
+        "reshaped, rather than jnp.concatenate(parts)."
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -558,13 +577,12 @@ def _why_nothing(update: StepUpdate, replicas: Replicas) -> str:
             "no weights or state were found: no argument comes out of the step again, in the same "
             "tree, shapes and dtypes, equal on all replicas. Let the step return its new state."
         )
-    whole = [op for op in update.program.ops if needs_whole(op, update.facts, replicas)]
-    if not update.weights and whole:
+    whole = next(needing_whole(update.facts, replicas), None)
+    if not update.weights and whole is not None:
         return (
-            f"no weights were found, for {whole[0].name} at {whole[0].source} needs the whole of "
+            f"no weights were found, for {whole.name} at {whole.source} needs the whole of "
             f"the batch, which is split over {axes}: what follows is the same on every replica. "
-            "Let each replica's rows stay together: of [batch, ...] take [rows, microbatches, ...] "
-            "and swap these, rather than [microbatches, rows, ...]."
+            + _REMEDIES.get(whole.name, _REMEDY)
         )
     if not update.weights:
         return (
