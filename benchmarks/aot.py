@@ -48,7 +48,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     found: dict[str, Reports] = json.loads(kept.read_text()) if kept.exists() else {}
     for case in [] if args.table else args.case or CASES:
         print(case, flush=True)
-        found[case] = compiled(case, update_only=args.update_only)
+        try:
+            found[case] = compiled(case, update_only=args.update_only)
+        except subprocess.CalledProcessError as e:
+            print(f"{case}: {e}; the next one follows", file=sys.stderr)
+            continue
         ordered = {c: found[c] for c in CASES if c in found}
         kept.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
     if found:
@@ -61,7 +65,9 @@ def compiled(case: str, *, update_only: bool = False) -> Reports:
     command = [sys.executable, "-m", "large_scale.cli", "aot", "--topology", topology]
     command += ["--model", model, "--optimizer", optimizer, "--json", "/dev/stdout", "--quiet"]
     command += ["--update-only"] if update_only else []
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if not done.stdout:  # a step that does not fit fails too, and is in the reports
+        done.check_returncode()
     return {report["name"]: report for report in json.loads(done.stdout)}
 
 
@@ -82,15 +88,14 @@ def table(found: dict[str, Reports]) -> str:
             continue
         topology, model, optimizer = case.split()
         reports = [found[case][v] for v in (first, *others)]
-        cycles = [r["total_cycles"] for r in reports]
-        update = [sum(r["cycles"].get(k, 0) for k in ("update", "relayout")) for r in reports]
+        update = [_update_cycles(r) for r in reports]
         lines.append(
             [
                 topology,
                 f"{model}, {optimizer}",
-                *_against([r["sent_bytes"] for r in reports], 2**20, "MiB", 3),
-                *_against([r["peak_bytes"] for r in reports], 2**20, "MiB", 2),
-                *_against(cycles, 1e6, "M", 2),
+                *_against([r.get("sent_bytes") for r in reports], 2**20, "MiB", 3),
+                *_against([r.get("peak_bytes") for r in reports], 2**20, "MiB", 2),
+                *_against([r.get("total_cycles") for r in reports], 1e6, "M", 2),
                 *_against(update, 1e6, "M", 3),
                 *(_largest(r) for r in reports if r["name"].startswith("ours")),
             ]
@@ -98,15 +103,28 @@ def table(found: dict[str, Reports]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def _against(values: Sequence[float], unit: float, name: str, digits: int) -> list[str]:
-    """The first in a unit, the others as a multiple of it; "-" where there is none."""
+def _update_cycles(report: dict[str, Any]) -> float:
+    return sum(report.get("cycles", {}).get(kind, 0) for kind in ("update", "relayout"))
+
+
+def _against(values: Sequence[float | None], unit: float, name: str, digits: int) -> list[str]:
+    """The first in a unit, the others as a multiple of it; "-" for what there is not.
+
+    >>> _against([2e6, 1e6, None], 1e6, "M", 2), _against([0, 0], 1e6, "M", 2)
+    (['2.0 M', '0.50', '-'], ['-', '-'])
+    """
     first, *others = values
     if not first:
         return ["-"] * len(values)
-    return [f"{first / unit:.1f} {name}", *(f"{v / first:.{digits}f}" for v in others)]
+    return [
+        f"{first / unit:.1f} {name}",
+        *(f"{v / first:.{digits}f}" if v else "-" for v in others),
+    ]
 
 
 def _largest(report: dict[str, Any]) -> str:
+    if "does_not_fit" in report:
+        return "does not fit"
     sizes = [c["largest_operand_bytes"] for c in report["collectives"] if c["kind"] == "all-reduce"]
     return f"{max(sizes, default=0) / 2**20:.2f} MiB"
 

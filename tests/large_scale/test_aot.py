@@ -21,6 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import wusharding as wus
+from benchmarks import aot as bench
 from large_scale import Topology, aot, cli, hlo, libtpu, make_mesh, programs, report, shapes, steps
 from large_scale.comparison import Comparison, check_writable, compare, write
 from large_scale.models import Model
@@ -487,6 +488,41 @@ def test_the_bars_add_up_to_the_figures():
     assert sum(cycles.values()) == one.total_cycles == 8e6
     assert {*memory, *sent, *cycles, *hlo.KINDS, *hlo.WORK} <= set(report._COLORS)  # none unseen
     assert report.draw([one], "One").startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["aot", "aot_update"])
+def test_the_table_is_of_the_reports_that_are_kept(name):
+    kept = DOCS / f"{name}.json"
+    if not kept.exists():
+        pytest.skip("not compiled yet")
+    found = json.loads(kept.read_text())
+    text = (DOCS / f"{name}_table.md").read_text()
+    assert bench.table(found) == text and len(text.splitlines()) == 2 + len(found)
+
+
+def test_a_step_that_does_not_fit_has_its_place_in_the_table():
+    fits = {
+        "sent_bytes": 3 << 20,
+        "peak_bytes": 5 << 20,
+        "total_cycles": 3e6,
+        "cycles": {"forward": 1e6, "update": 1.5e6, "relayout": 0.5e6},
+        "collectives": [{"kind": "all-reduce", "largest_operand_bytes": 1 << 20}],
+    }
+    half = {k: v / 2 for k, v in fits.items() if k.endswith(("bytes", "cycles")) and k != "cycles"}
+    reports = {
+        "replicated": {"name": "replicated", **fits},
+        "zero1": {"name": "zero1", "does_not_fit": "zero1: needs more"},
+        "ours": {"name": "ours", **fits, **half, "cycles": {"update": 0.5e6}},
+    }
+    row = bench.table({bench.CASES[0]: reports}).splitlines()[2]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[2:] == [
+        *("3.0 MiB", "-", "0.500"),
+        *("5.0 MiB", "-", "0.50"),
+        *("3.0 M", "-", "0.50"),
+        *("2.0 M", "-", "0.250"),
+        "1.00 MiB",
+    ]
 
 
 def test_models_are_those_of_the_papers():
