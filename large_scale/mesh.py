@@ -35,7 +35,8 @@ def make_mesh(
     `scatter_dtype=` tells them apart.
 
     Args:
-      topology: a name such as "v5e:16x16" or a `Topology`; None is that of the devices.
+      topology: a name such as "v5e:16x16" or a `Topology`; None is that of the devices. Name it
+        where each GPU has a process of its own.
       devices: the devices; None takes `jax.devices()`, which must be such a topology.
       axis_types: the kind of all axes.
       split_data: `data` comes as axes `data_core`, `data_x`, `data_y`, `data_z`, `data_slice` (of
@@ -54,7 +55,7 @@ def make_mesh(
     found = list(jax.devices() if devices is None else devices)
     have = Topology.of(found)
     want = have if topology is None else Topology.of(topology)
-    if have != want:
+    if have != want and not _is_process_a_gpu(have, want):
         raise ValueError(
             f"make_mesh: asked for {want}, but the devices are {have}. Give devices of that "
             f"topology, as large_scale.aot.devices({str(want)!r}) makes them for compiling."
@@ -88,6 +89,12 @@ def make_mesh(
     order = [f"data_{name}" for name in _scatter_order(mesh, want)]
     split = [name for name in order if sizes[name] > 1] or [f"data_{want.grid_names[1]}"]
     return _laid(grid, parts, (*split, *axes), axis_types)
+
+
+def _is_process_a_gpu(have: Topology, want: Topology) -> bool:
+    """Whether each GPU has a process of its own, so that only the name tells the domains."""
+    same = (have.chip, have.num_devices) == (want.chip, want.num_devices)
+    return same and have.chip.platform == "gpu" and have.dims[1] == 1
 
 
 def _scatter_order(mesh: Mesh, topology: Topology) -> list[str]:

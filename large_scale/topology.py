@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 Platform = Literal["tpu", "gpu", "cpu"]
@@ -92,7 +92,8 @@ def _tpu(
 
 # The links of v2 are those that Cloud TPU's page gives (496 Gbit/s); of v3 on, those of the book,
 # whose chapter on sharding also gives the time of a hop. What a chip gets between slices is stated
-# for v5e, v5p and v6e only.
+# by Cloud TPU's pages for v5e, v5p and v6e; for v3 and v4 it is the book's 25 GB/s of a host,
+# shared by the chips that it gives a host; for v2 nobody states it.
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
@@ -115,7 +116,7 @@ CHIPS: dict[str, Chip] = {
             hbm_gib=32,
             hbm_gb_s=900,
             link_gb_s=100,
-            far_gb_s=None,
+            far_gb_s=3.125,
             wrap_block=32,
             pod=(32, 32),
             page="v3",
@@ -127,7 +128,7 @@ CHIPS: dict[str, Chip] = {
             hbm_gib=32,
             hbm_gb_s=1200,
             link_gb_s=45,
-            far_gb_s=None,
+            far_gb_s=6.25,
             wrap_block=4,
             pod=(16, 16, 16),
             page="v4",
@@ -192,7 +193,7 @@ CHIPS: dict[str, Chip] = {
     )
 }
 
-_NAME = re.compile(r"(?:(?P<slices>\d+)\*)?(?P<chip>[a-z]\w*):(?P<dims>\d+(?:x\d+)*)")
+_NAME = re.compile(r"(?:(?P<slices>\d+)\s*\*\s*)?(?P<chip>[a-z]\w*):(?P<dims>\d+(?:x\d+)*)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,8 +218,13 @@ class Topology:
     def __post_init__(self) -> None:
         if len(self.dims) != self.chip.num_dims or min(self.dims) < 1 or self.num_slices < 1:
             raise ValueError(
-                f"topology {self}: {self.chip.name} needs {self.chip.num_dims} dims, each at least "
+                f"topology {self}: {self.chip.name} needs {_dims_text(self.chip)}, each at least "
                 f"1, as in {_example(self.chip)!r}"
+                + (
+                    f"; slices are told before, as in {f'2*{_example(self.chip)}'!r}"
+                    if self.chip.platform == "tpu"
+                    else ""
+                )
             )
         if self.num_slices > 1 and self.chip.platform != "tpu":
             raise ValueError(f"topology {self}: only TPUs come in slices; join domains by dims.")
@@ -227,12 +233,20 @@ class Topology:
     def of(cls, source: str | Topology | Sequence[Any]) -> Topology:
         """The topology of a name such as "v3:128x32" or "2*v5e:16x16", or of live devices.
 
+        GPUs of one process count as one NVLink domain, for JAX does not tell.
+
         Raises:
           ValueError: no such chip, or dims that it cannot have; devices that are no whole grid.
         """
         if isinstance(source, Topology):
             return source
-        return _parse(source) if isinstance(source, str) else _of_devices(list(source))
+        if isinstance(source, str):
+            return _parse(source)
+        if not isinstance(source, Iterable):
+            raise TypeError(
+                f"topology: found {type(source).__name__}, need a name, a Topology or devices."
+            )
+        return _of_devices(list(source))
 
     def __str__(self) -> str:
         grid = f"{self.chip.name}:{'x'.join(map(str, self.dims))}"
@@ -289,15 +303,24 @@ class Topology:
 
 
 def _example(chip: Chip) -> str:
+    if chip.platform == "gpu":
+        return f"{chip.name}:2x8"
     return f"{chip.name}:{'x'.join(['4'] * chip.num_dims)}"
 
 
+def _dims_text(chip: Chip) -> str:
+    if chip.platform == "gpu":
+        return "2 dims (NVLink domains, and GPUs of one)"
+    return "1 dim" if chip.num_dims == 1 else f"{chip.num_dims} dims"
+
+
 def _parse(name: str) -> Topology:
-    found = _NAME.fullmatch(name.strip())
+    found = _NAME.fullmatch(name.strip().lower())
     examples = ", ".join(_example(chip) for chip in CHIPS.values())
     if found is None:
         raise ValueError(
-            f"topology {name!r}: need CHIP:DIMS, or SLICES*CHIP:DIMS, such as {examples}"
+            f"topology {name!r}: need CHIP:DIMS, or SLICES*CHIP:DIMS, such as {examples}. A name "
+            "with a number only, such as v5litepod-256 or v4-32, does not tell the dims."
         )
     chip = CHIPS.get(found["chip"])
     if chip is None:
@@ -310,6 +333,8 @@ def _parse(name: str) -> Topology:
 
 
 def _of_devices(devices: Sequence[Any]) -> Topology:
+    if not devices:
+        raise ValueError("topology: there are no devices.")
     kinds = sorted({d.device_kind for d in devices})
     if len(kinds) != 1:
         raise ValueError(f"topology: need devices of one kind, found {kinds}")
@@ -329,7 +354,7 @@ def _of_devices(devices: Sequence[Any]) -> Topology:
     if chip.platform == "gpu":
         domains = {d.process_index for d in devices}
         if len(devices) % len(domains):
-            raise ValueError(f"topology: {len(devices)} GPUs on {len(domains)} processes, uneven")
+            raise ValueError(f"topology: {len(devices)} GPUs in {len(domains)} domains, uneven")
         return Topology(chip, (len(domains), len(devices) // len(domains)))
     slices = {slice_of(d) for d in devices}
     coords = {tuple(d.coords)[: chip.num_dims] for d in devices}

@@ -129,9 +129,9 @@ def test_it_explains_itself():
 
 
 def test_links_that_cannot_be_told():
-    with pytest.raises(ValueError, match="no public page states what v3 sends between slices"):
-        cost.links("2*v3:4x4")
-    told = dataclasses.replace(CHIPS["v3"], far_bytes_per_second=3e9)
+    with pytest.raises(ValueError, match="no public page states what v2 sends between slices"):
+        cost.links("2*v2:4x4")
+    told = dataclasses.replace(CHIPS["v2"], far_bytes_per_second=3e9)
     assert cost.links(Topology(told, (4, 4), 2))[-1].name == "slice"
     with pytest.raises(ValueError, match="virtual devices of a CPU have no links"):
         cost.links("cpu:8")

@@ -1,7 +1,11 @@
+import dataclasses
+import re
+
 import jax
+import numpy as np
 import pytest
 
-from large_scale import CHIPS, Topology
+from large_scale import CHIPS, Topology, make_mesh
 from tests.large_scale.fakes import fake_devices
 
 GRIDS = {
@@ -52,7 +56,10 @@ BAD = [
     ("v9:4x4", "no chip 'v9' is known; known are v2, v3, v4, v5e, v5p, v6e, h100, cpu"),
     ("v5e", "need CHIP:DIMS, or SLICES"),
     ("v5e:4x", "need CHIP:DIMS"),
-    ("v5e:4x4x4", "v5e needs 2 dims, each at least 1, as in 'v5e:4x4'"),
+    ("v5e:4x4x4", "v5e needs 2 dims, each at least 1, as in 'v5e:4x4'; slices are told before, as"),
+    ("v5litepod-256", "such as v5litepod-256 or v4-32, does not tell the dims"),
+    ("h100:16", "h100 needs 2 dims (NVLink domains, and GPUs of one), each .* as in 'h100:2x8'"),
+    ("cpu:2x4", "cpu needs 1 dim, each at least 1, as in 'cpu:4'$"),
     ("v4:4x4", "v4 needs 3 dims"),
     ("v5e:0x4", "each at least 1"),
     ("2*h100:8x8", "only TPUs come in slices"),
@@ -61,8 +68,45 @@ BAD = [
 
 @pytest.mark.parametrize(("name", "message"), BAD)
 def test_bad_names(name, message):
-    with pytest.raises(ValueError, match=message.replace("*", r"\*")):
+    with pytest.raises(ValueError, match=re.sub(r"(?<!\.)([*()])", r"\\\1", message)):
         Topology.of(name)
+
+
+def test_names_may_have_spaces_and_capitals():
+    assert Topology.of(" 2 * V5E:4x4 ") == Topology.of("2*v5e:4x4")
+
+
+def test_what_is_no_topology():
+    with pytest.raises(TypeError, match="found int, need a name, a Topology or devices"):
+        Topology.of(8)
+    with pytest.raises(ValueError, match="there are no devices"):
+        Topology.of([])
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeGpu:
+    id: int
+    process_index: int
+    device_kind: str = "NVIDIA H100 80GB HBM3"
+    platform: str = "gpu"
+
+
+def test_of_gpus():
+    gpus = [FakeGpu(i, i // 8) for i in range(32)]
+    assert str(Topology.of(gpus)) == "h100:4x8"
+    mesh = make_mesh("h100:4x8", devices=gpus[::-1], model=2, split_data=True)
+    assert dict(mesh.shape) == {"data_gpu": 4, "data_domain": 4, "model": 2}
+    for line in np.moveaxis(mesh.devices, 2, 0).reshape(2, -1).T:  # model peers
+        assert abs(line[0].id - line[1].id) == 1
+    for line in mesh.devices.reshape(4, -1).T:  # data_gpu
+        assert len({d.process_index for d in line}) == 1
+    apart = [FakeGpu(i, i) for i in range(32)]
+    mesh = make_mesh("h100:4x8", devices=apart, split_data=True)
+    assert [d.id for d in mesh.devices[:, 0]] == list(range(8))
+    with pytest.raises(ValueError, match="asked for h100:2x16, but the devices are h100:4x8"):
+        make_mesh("h100:2x16", devices=gpus)
+    with pytest.raises(ValueError, match="31 GPUs in 4 domains, uneven"):
+        Topology.of(gpus[:-1])
 
 
 def test_devices_that_are_no_grid():
