@@ -50,8 +50,9 @@ def over_slices_in_bf16(g, axis):
     ("form", "context"),
     [
         *((form, "checked") for form in FORMS),
-        *(("slices last", context) for context in ("unchecked", "explicit")),
-        ("between subgroups", "explicit"),
+        ("slices last", "explicit"),
+        pytest.param("slices last", "unchecked", marks=pytest.mark.slow),
+        pytest.param("between subgroups", "explicit", marks=pytest.mark.slow),
     ],
 )
 def test_between_slices_in_bfloat16(form, context):
@@ -69,7 +70,9 @@ def test_between_slices_in_bfloat16(form, context):
     assert np.max(np.abs(host(PARAMS["m"]) - host(found["m"]) - g["m"].mean(0))) > 1e-4
 
 
-@pytest.mark.parametrize("context", ["checked", "pmap", "explicit"])
+@pytest.mark.parametrize(
+    "context", ["pmap", *(pytest.param(c, marks=pytest.mark.slow) for c in ("checked", "explicit"))]
+)
 def test_everywhere_in_bfloat16(context):
     adam = optax.adam(0.01)
     grads = batches(PARAMS)
@@ -148,8 +151,15 @@ def global_step(tx, params, state, x):
     return optax.apply_updates(params, updates), state
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("shard_axis", [("data", "dcn"), ("data",)])
+@pytest.mark.parametrize(
+    ("kind", "shard_axis"),
+    [
+        (AxisType.Auto, ("data", "dcn")),
+        pytest.param(AxisType.Explicit, ("data", "dcn"), marks=pytest.mark.slow),
+        pytest.param(AxisType.Auto, ("data",), marks=pytest.mark.slow),
+        pytest.param(AxisType.Explicit, ("data",), marks=pytest.mark.slow),
+    ],
+)
 def test_a_whole_step_sums_between_slices_in_bfloat16(kind, shard_axis):
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "dcn"), axis_types=(kind,) * 2)
     tx = optax.adam(0.01)

@@ -179,7 +179,7 @@ def run_of(name, **options):
     return loop.collectives(stacked)
 
 
-@pytest.mark.parametrize("name", ["v5e:2x4", "v4:2x2x1"])
+@pytest.mark.parametrize("name", ["v4:2x2x1", pytest.param("v5e:2x4", marks=pytest.mark.slow)])
 def test_bytes_are_those_of_the_program(name):
     found, wanted = run_of(name), cost.scheme(name, ELEMS)
     for kind in ("reduce-scatter", "all-gather", "all-reduce"):
@@ -195,7 +195,9 @@ def test_bytes_of_subgroups_are_those_of_the_program():
 
 
 @needs_libtpu
-@pytest.mark.parametrize("name", ["v5e:4x4", "v3:8x8", "v4:4x4x4"])
+@pytest.mark.parametrize(
+    "name", ["v5e:4x4", "v3:8x8", pytest.param("v4:4x4x4", marks=pytest.mark.slow)]
+)
 def test_bytes_are_those_of_the_tpu_program(name):
     mesh = make_mesh(name, devices=aot.devices(name), axis_types=AxisType.Auto)
     shapes = {"w": jax.ShapeDtypeStruct((4096, 1024), jnp.float32)}

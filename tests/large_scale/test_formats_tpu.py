@@ -12,17 +12,16 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 # Arrays for which another format would be more than a tenth faster, and how far the chosen one may
-# be off. Small arrays cost little more than an operation's own time, which `choose` does not know;
-# the other one is better padded than relaid.
+# be off. They are small, and cost little more than an operation's own time, which `choose` does not
+# know.
 MISSES = {
-    ("v5e:4x4", (7, 7, 3, 64)): 1.2,
+    ("v5e:4x4", (7, 7, 3, 64)): 1.3,
     ("v3:4x4", (3, 3, 64, 64)): 1.8,
     ("v3:4x4", (7, 7, 3, 64)): 1.35,
-    ("v3:4x4", (1000, 2048)): 1.2,
 }
 # Compiling all formats of those whose rows fill no tiles takes minutes; see benchmarks/formats.py.
 SHAPES = [shape for shape in formats.SHAPES if shape not in ((33_708, 1024), (50_257, 768))]
-QUICK = [("v5e:4x4", (1024, 1024)), ("v3:4x4", (512, 1024))]
+QUICK = [("v5e:4x4", (1024, 1024))]
 
 
 def check(topology, shape):

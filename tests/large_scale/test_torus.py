@@ -249,7 +249,10 @@ def test_lines_follow_the_torus(name, model, dims):
             assert (np.diff(line[:, dim]) > 0).all()
 
 
-@pytest.mark.parametrize("name", ["v5e:2x4", "v4:2x2x1", "2*v5e:2x2"])
+@pytest.mark.parametrize(
+    "name",
+    ["v4:2x2x1", *(pytest.param(n, marks=pytest.mark.slow) for n in ("v5e:2x4", "2*v5e:2x2"))],
+)
 def test_axes_of_the_dims_send_what_lines_of_one_axis_send(name):
     devices = fake_devices(name)
     one, split = (make_mesh(name, devices=devices, split_data=s) for s in (False, True))
