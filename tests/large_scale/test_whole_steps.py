@@ -299,3 +299,30 @@ def over_model(found: training.Trained, mesh: Mesh, kind: str, nbytes: int) -> l
         for c in of_kind(found.collectives, kind)
         if groups_of(c) == groups and c.operand_bytes == nbytes
     ]
+
+
+def test_tiles_of_layers_are_gathered_one_layer_at_a_time() -> None:
+    """GSPMD's two-dimensional recipe: over `data` for each layer, over `model` sums alone."""
+    mesh = mesh_of({"data": 4, "model": 2}, auto=True)
+    rng = np.random.default_rng(2)
+    shapes = {"up": (3, 12, 8), "down": (3, 8, 12)}
+    weights = {k: rng.normal(size=s).astype(np.float32) / 4 for k, s in shapes.items()}
+    specs = {"up": P(None, None, "model"), "down": P(None, "model")}
+    batches = [rng.normal(size=(8, 12)).astype(np.float32) for _ in range(3)]
+
+    def loss(params: Tree, x: jax.Array) -> jax.Array:
+        def layer(h: jax.Array, w: Tree) -> tuple[jax.Array, None]:
+            return h + jnp.tanh(h @ w["up"]) @ w["down"], None
+
+        return jnp.mean((jax.lax.scan(layer, x, params)[0] - x[:, ::-1]) ** 2)
+
+    found = training.by_step(
+        loss, weights, specs, batches, P("data"), MOMENTUM, mesh, weights="layers"
+    )
+    assert found.error(training.on_one_device(loss, weights, batches, MOMENTUM)) <= 1e-6
+    data = training.along(mesh, "data")
+    moved = [c for c in found.collectives if c.kind in ("all-gather", "reduce-scatter")]
+    layers = sum(w.nbytes for w in weights.values()) // 3 // 2  # a device's tiles of a layer
+    assert moved and all(c.in_loop and groups_of(c) == data for c in moved)
+    assert max(c.result_bytes for c in of_kind(moved, "all-gather")) <= layers
+    assert sum(c.operand_bytes for c in of_kind(moved, "reduce-scatter")) == layers

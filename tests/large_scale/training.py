@@ -146,7 +146,7 @@ def by_step(
         compiled = sharded.lower(params, state, first).compile()
         for batch in batches:
             params, state = compiled(params, state, placed(batch, batch_specs, mesh))
-    plain = jax.tree.map(np.asarray, (params, sharded.unshard(state)))
+    plain = jax.tree.map(np.asarray, (sharded.unshard(params), sharded.unshard(state)))
     return Trained(*plain, collectives(compiled.as_text()))
 
 

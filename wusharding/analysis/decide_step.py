@@ -576,14 +576,15 @@ class _StepDecider(Decider):
         tiles = ((), *spread.tiles) if stacked else spread.tiles
         if stacked and have.tiles[0]:
             return Placement(tiles)  # it goes over the tiled dim
-        if any(tiles) or spread.varies:
+        own = any(a in self.replica_axes for axes in tiles for a in axes)
+        if own or spread.varies or have.tiles != tiles:
             return Placement(tiles)
         hint = body.hints.get(inner)
         layered = stacked and self.style.weights == "layers" and have.span and have.span.lo > 0
         if inner in region.whole and not layered and not (have.span and carried):
             return have.without_span()
         if carried and have.span is None and hint is not None and inner not in region.whole:
-            return hint
+            return hint if hint.tiles == tiles else have
         if stacked and have.span is not None and have.span.lo == 0:
             return have.without_span()
         return have
