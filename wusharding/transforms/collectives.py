@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from wusharding.analysis.lines import Phase
 from wusharding.analysis.placement import Placement, Replicas, Tiles, span_format
 from wusharding.analysis.rules.base import Reduction
 from wusharding.analysis.sum_dtypes import OWN, SumDtypes
-from wusharding.formats import LANES, Format
+from wusharding.formats import LANES, SUBLANES, Format
 from wusharding.formats.buckets import Bucket, BucketSizes, tile_padding
 from wusharding.jaxprs import as_invarying, reduce_scatter_is_unsound, varying_axes
 
@@ -106,7 +106,8 @@ class Collectives:
     ) -> list[jax.Array]:
         """`reduce_scatter` of arrays that travel in the same dtypes, phase by phase."""
 
-        def alone(x: jax.Array, fmt: Format) -> jax.Array:
+        def alone(i: int) -> jax.Array:
+            x, fmt = xs[i], formats[i]
             if self.buckets.whole_tiles:
                 rows = by_shard(_plain(fmt).pack(x), fmt)
                 return self._scatter_tiles(rows, dtypes).reshape(fmt.local_shape)
@@ -125,19 +126,46 @@ class Collectives:
         return self._bucketed(xs, formats, alone, packed, scatter, False)
 
     def all_gather(self, shards: Sequence[jax.Array], formats: Sequence[Format]) -> list[jax.Array]:
-        """Whole arrays `[*shape]` from shards in `local_shape`, equal on every device."""
-        wide = self.gather_wide(shards, formats)
-        return [fmt.narrowed(x) for fmt, x in zip(formats, wide, strict=True)]
+        """Whole arrays `[*shape]` from shards in `local_shape`, equal on every device.
+
+        They are taken to leave the program, as new weights do; see `gather_wide`.
+        """
+        done = self.gather_wide(shards, formats, leaving=range(len(shards)))
+        return [fmt.narrowed(x) for fmt, x in zip(formats, done, strict=True)]
 
     def gather_wide(
-        self, shards: Sequence[jax.Array], formats: Sequence[Format]
+        self,
+        shards: Sequence[jax.Array],
+        formats: Sequence[Format],
+        leaving: Collection[int],
     ) -> list[jax.Array]:
-        """As `all_gather`, but padding along `Format.wide_dim` is left on."""
+        """As `all_gather`, but padding along `Format.wide_dim` is left on.
 
-        def alone(x: jax.Array, fmt: Format) -> jax.Array:
-            if self.buckets.whole_tiles:
-                return _plain(fmt).widened(from_shards(self._gather_tiles(x, fmt.lo), fmt))
-            return _plain(fmt).widened(self._gather(x, fmt.lo))
+        What TPU compilers gather is never an output: they copy it to one, and all copies come last,
+        when all weights have been gathered. So what leaves is written to its output by a selection,
+        and the next gather but one waits for it.
+
+        Args:
+          shards: in `local_shape`.
+          formats: of each.
+          leaving: numbers of those that leave the program; their padding is cut off.
+        """
+        always = lax.optimization_barrier(jnp.bool_(True)) if leaving else None
+        written: list[jax.Array] = []
+
+        def alone(i: int) -> jax.Array:
+            x, fmt = shards[i], formats[i]
+            if not self.buckets.whole_tiles:
+                return _plain(fmt).widened(self._gather(x, fmt.lo))
+            leaves = i in leaving
+            if leaves and len(written) > 1:
+                x, _ = lax.optimization_barrier((x, written[-2]))
+            x = _plain(fmt).widened(from_shards(self._gather_tiles(x, fmt.lo), fmt))
+            if leaves:
+                x = fmt.narrowed(x)
+                x = jnp.where(always, x, jnp.zeros_like(x))
+                written.append(x)
+            return x
 
         def packed(x: jax.Array, fmt: Format) -> jax.Array:
             return x.reshape(1, -1)
@@ -244,8 +272,14 @@ class Collectives:
         there is more to move.
         """
         lead = 0 if math.prod(x.shape[:lo]) > 1 else lo
-        x = x.reshape(x.shape[lead:])
-        for phase in reversed(self.replicas.phases):
+        x = _lanes(x.reshape(x.shape[lead:]))
+        first, *rest = reversed(self.replicas.phases)
+        if x.ndim > 1 and x.shape[0] % SUBLANES == 0:
+            # In one shape new weights and new state come out of one kernel.
+            x = _all_gather(x, first, 0)
+        else:
+            rest = [first, *rest]
+        for phase in rest:
             x = _lanes(x)
             x = _all_gather(x[None], phase, 0).reshape(-1, *x.shape[1:])
         return as_invarying(x, self.axes)
@@ -254,7 +288,7 @@ class Collectives:
         self,
         xs: Sequence[jax.Array],
         formats: Sequence[Format],
-        alone: Callable[[jax.Array, Format], jax.Array],
+        alone: Callable[[int], jax.Array],
         packed: Callable[[jax.Array, Format], jax.Array],
         collective: Callable[[jax.Array], jax.Array],
         gathers: bool,
@@ -274,7 +308,7 @@ class Collectives:
                 whole = bucket[0].stop - bucket[0].start == elems[rest[bucket[0].array]]
                 if len(bucket) == 1 and whole:
                     i = group[rest[bucket[0].array]]
-                    out[i] = alone(xs[i], formats[i])
+                    out[i] = alone(i)
                     continue
                 columns = []
                 bucket = tuple(sorted(bucket, key=lambda p: p.stop - p.start > 1))

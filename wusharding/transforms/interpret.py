@@ -6,7 +6,7 @@ Runs where the mesh axes are bound: in `shard_map`, with replication checking on
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -43,11 +43,15 @@ Body = Callable[..., list[Any]]
 
 
 class Values(dict[int, Any]):
-    """What is known so far; `wide` has the gathered ones with their padding still on."""
+    """What is known so far.
 
-    def __init__(self, values: Mapping[int, Any]) -> None:
+    `wide` has the gathered ones with their padding still on; `leaving` are those that leave.
+    """
+
+    def __init__(self, values: Mapping[int, Any], leaving: Collection[int] = ()) -> None:
         super().__init__(values)
         self.wide: dict[int, jax.Array] = {}
+        self.leaving = leaving
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +70,17 @@ class Interpreter:
     def replicas(self) -> Replicas:
         return self.collectives.replicas
 
-    def run(self, schedule: Schedule, args: Sequence[Any]) -> list[Any]:
-        """Outputs of the schedule, each in the placement that it states."""
-        env = Values(schedule.program.consts)
+    def run(
+        self, schedule: Schedule, args: Sequence[Any], leaving: Collection[int] = ()
+    ) -> list[Any]:
+        """Outputs of the schedule, each in the placement that it states.
+
+        Args:
+          schedule: what to run.
+          args: its inputs.
+          leaving: values that leave the compiled program.
+        """
+        env = Values(schedule.program.consts, leaving)
         env.update(zip(schedule.program.inputs, args, strict=True))
         for step in schedule.steps:
             match step:
@@ -199,11 +211,12 @@ class Interpreter:
     def _gather(self, moves: list[Move], env: Values) -> None:
         split = [m for m in moves if m.before.span is not None]
         formats = [self._format(m.aval, m.before) for m in split]
-        done = self.collectives.gather_wide([env[m.source] for m in split], formats)
+        leaving = [i for i, m in enumerate(split) if m.dest in env.leaving]
+        done = self.collectives.gather_wide([env[m.source] for m in split], formats, leaving)
         wholes = {}
         for move, fmt, x in zip(split, formats, done, strict=True):
             wholes[move.dest] = fmt.narrowed(x)
-            if fmt.wide_dim is not None and not any(move.before.tiles):
+            if x.shape != fmt.shape and not any(move.before.tiles):
                 env.wide[move.dest] = x
         for move in moves:
             x = wholes.get(move.dest, env.get(move.source))

@@ -759,12 +759,13 @@ def _runner(
     buckets: BucketSizes,
 ) -> Callable[[Sequence[Any]], list[Any]]:
     replicas = context.replicas
+    leaving = frozenset(v for v, _ in schedule.outputs)
 
     def body(args: Sequence[Any]) -> tuple[list[Any]]:
         collectives = Collectives.here(replicas, buckets)
         storage = Storage(collectives)
         local = [storage.load(leaf, x) for leaf, x in zip(ins, args, strict=True)]
-        done = Interpreter(collectives, checked=False).run(schedule, local)
+        done = Interpreter(collectives, checked=False).run(schedule, local, leaving)
         return ([storage.store(leaf, x) for leaf, x in zip(outs, done, strict=True)],)
 
     run = mapped(
