@@ -150,7 +150,7 @@ class Collectives:
           formats: of each.
           leaving: numbers of those that leave the program; their padding is cut off.
         """
-        always = lax.optimization_barrier(jnp.bool_(True)) if leaving else None
+        always: Any = lax.optimization_barrier(jnp.bool_(True)) if leaving else None
         written: list[jax.Array] = []
 
         def alone(i: int) -> jax.Array:
