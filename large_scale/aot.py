@@ -27,7 +27,7 @@ from large_scale.buffers import Dump, Peak
 from large_scale.mesh import place_names, places
 from large_scale.record import Report as Report
 from large_scale.record import as_bytes
-from large_scale.topology import Topology
+from large_scale.topology import Topology, slice_of
 
 _WHOLE = PartitionSpec()
 
@@ -255,13 +255,19 @@ def _along(
     found: Sequence[hlo.Collective], mesh: Any, topology: Topology
 ) -> tuple[hlo.Collective, ...]:
     """The collectives, with what the devices of their groups differ in."""
-    where = places(list(mesh.devices.flat), topology)
+    devices = list(mesh.devices.flat)
+    order = list(range(len(devices)))
+    if topology.num_slices > 1:
+        # A program is that of one slice, whose devices it numbers as they come in the mesh.
+        order.sort(key=lambda i: slice_of(devices[i]))
+    where = places([devices[i] for i in order], topology)
     names = place_names(topology)
     axes = {name: size for name, size in mesh.shape.items() if size > 1}
 
     @functools.cache
     def label(c: hlo.Collective) -> str:
-        crossed = c.crossed_axes(mesh.shape)
+        numbered = tuple(tuple(order[i] for i in group) for group in c.groups)
+        crossed = dataclasses.replace(c, groups=numbered).crossed_axes(mesh.shape)
         told = [a for a in axes if a in crossed]
         if topology.chip.platform == "cpu":
             return "+".join(told)

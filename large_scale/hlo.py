@@ -144,10 +144,15 @@ def collectives(hlo_text: str) -> list[Collective]:
     }
     fused_channels: dict[str, int] = {}
     carriers: dict[str, int] = {}
+    sent: dict[str, int] = {}
+    received: dict[str, str] = {}
     found: list[Collective] = []
     for name, computation in computations.items():
         for instruction in computation.values():
-            kind = instruction.opcode.removesuffix("-start")
+            kind = _kind(instruction)
+            if instruction.opcode == "recv" and kind in KINDS:
+                received[instruction.attributes["host_transfer_rendezvous"]] = instruction.name
+                continue
             if kind not in KINDS:
                 continue
             if name in callers and (channel := instruction.attributes.get("channel_id")):
@@ -167,8 +172,19 @@ def collectives(hlo_text: str) -> list[Collective]:
                     emitter=f"fusion, {fusion.emitter}",
                 )
             carriers[callers[name].name if name in callers else instruction.name] = len(found)
+            if instruction.opcode == "send":
+                sent[instruction.attributes["host_transfer_rendezvous"]] = len(found)
             found.append(one)
+    carriers |= {name: sent[key] for key, name in received.items() if key in sent}
     return _with_phases(found, carriers, computations)
+
+
+def _kind(instruction: Instruction) -> str:
+    """What collective an instruction is, or begins; its opcode where it is none."""
+    between_slices = instruction.attributes.get("megascale_transfer_type")
+    if between_slices is not None:
+        return between_slices.lower().replace("_", "-")
+    return instruction.opcode.removesuffix("-start")
 
 
 _SPREAD = "asynchronous fusions"  # which is not a name of the compiler's
@@ -218,8 +234,10 @@ def _passes_on(
 def _collective(
     instruction: Instruction, kind: str, computation: Computation, in_loop: bool, devices: int
 ) -> Collective:
-    operands = " ".join(operand_type(o, computation) for o in instruction.operands)
     attributes = instruction.attributes
+    if instruction.opcode == "send":
+        return _between_slices(instruction, kind, computation, in_loop, devices)
+    operands = " ".join(operand_type(o, computation) for o in instruction.operands)
     groups = attributes.get("source_target_pairs", attributes.get("replica_groups", ""))
     if "device_ids" in attributes:  # of a mesh: the comma before them has cut the text in two
         groups += f", device_ids={attributes['device_ids']}"
@@ -234,6 +252,21 @@ def _collective(
         in_loop,
         instruction.emitter,
     )
+
+
+def _between_slices(
+    instruction: Instruction, kind: str, computation: Computation, in_loop: bool, devices: int
+) -> Collective:
+    """One that a TPU slice does with others, from its `send`."""
+    what = operand_type(instruction.operands[0], computation)
+    target = instruction.attributes.get("megascale_target", "")
+    groups = groups_of(target, devices)
+    size = len(groups[0]) if groups else 1
+    times = {"all-gather": size, "reduce-scatter": 1 / size}.get(kind, 1)
+    (dtype, _), *_ = arrays(what)
+    nbytes_in = nbytes(what)
+    result = int(nbytes_in * times)
+    return Collective(kind, dtype, nbytes_in, result, target, groups, in_loop, "between slices")
 
 
 # -------------------------------------------------------------------------------------------- work

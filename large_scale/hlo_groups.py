@@ -17,7 +17,9 @@ def groups_of(text: str, devices: int) -> Groups:
 
     Args:
       text: listed groups, a reshaped and transposed range, or axes of a mesh; nothing means all.
-      devices: devices of the program; 0 where that is not known.
+        Slices, and the devices of each that send, where the transfer is between slices.
+      devices: devices of the program, which is one slice; 0 where that is not known. Those of
+        further slices are numbered on.
 
     >>> groups_of("{{0,2},{1,3}}", 4) == groups_of("[2,2]<=[2,2]T(1,0)", 4)
     True
@@ -25,6 +27,8 @@ def groups_of(text: str, devices: int) -> Groups:
     ((0, 2), (1, 3))
     >>> groups_of("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(2)2,'b'}", 8)
     ((0, 4, 1, 5), (2, 6, 3, 7))
+    >>> groups_of("{1,2}x{0:1}", 2)
+    ((0, 2), (1, 3))
     >>> groups_of("{}", 3), groups_of("{}", 0)
     (((0, 1, 2),), ())
     """
@@ -37,9 +41,14 @@ def groups_of(text: str, devices: int) -> Groups:
         return _rows(ids.reshape(-1, _numbers(tiled["shape"])[-1])) if ids is not None else ()
     if mesh := _MESH.fullmatch(text):
         return _mesh_groups(mesh["axes"], mesh["ids"], mesh["along"])
+    if between := _SLICES.fullmatch(text):
+        slices = [n - 1 for n in _numbers(between["slices"])]
+        here = range(int(between["first"]), int(between["last"]) + 1)
+        return tuple(tuple(s * devices + i for s in slices) for i in here)
     return ()
 
 
+_SLICES = re.compile(r"\{(?P<slices>[\d,]+)\}x\{(?P<first>\d+):(?P<last>\d+)\}")
 _MESH = re.compile(r"mesh\[(?P<axes>.*?)\](?:, device_ids=\((?P<ids>.*)\))? \{(?P<along>.*)\}")
 _AXIS = re.compile(r"'?(?P<name>[^',=:]+)'?=(?P<size>\d+)")
 _PART = re.compile(r"'?(?P<name>[^',=:]+)'?(?::\((?P<before>\d+)\)(?P<size>\d+))?(?:,|$)")

@@ -50,6 +50,12 @@ _TOLD = (
     re.compile(r'"estimated_cycles":"(\d+)"'),
     re.compile(r'custom_call_target="([^"]*)"'),
 )
+# What a TPU slice sends to others goes through the host: a `send` and a `recv` that tell of what
+# collective they are a part, between which slices, and which of them belong together.
+_BETWEEN_SLICES = {
+    name: re.compile(rf'_xla_{name}="([^"]*)"')
+    for name in ("megascale_transfer_type", "megascale_target", "host_transfer_rendezvous")
+}
 
 
 def parse(text: str) -> dict[str, Computation]:
@@ -80,6 +86,9 @@ def _instruction(name: str, value: str, raw: str) -> Instruction | None:
     operands = tuple(_split(value[opcode.end() + 1 : close]))
     told = [found[1] if (found := pattern.search(raw)) else "" for pattern in _TOLD]
     cycles = int(told[2]) if told[2] else None
+    if opcode["opcode"] in ("send", "recv"):
+        between = {key: pattern.search(raw) for key, pattern in _BETWEEN_SLICES.items()}
+        attributes |= {key: found[1] for key, found in between.items() if found}
     # Joins slices that were fetched one by one, which lie side by side already.
     what = "bitcast" if told[3] == "ConcatBitcast" else opcode["opcode"]
     op_name = told[0].replace("\\'", "'")

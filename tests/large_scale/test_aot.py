@@ -716,3 +716,13 @@ def test_sixty_four_gpus():
 def test_a_slice_that_the_compiler_does_not_take():
     with pytest.raises(ValueError, match="v5e:3x3: the TPU compiler does not take it"):
         aot.devices("v5e:3x3")
+
+
+@needs_libtpu
+def test_what_slices_send_each_other_is_counted():
+    _, replicated = compiled("2*v5e:2x4", "replicated")
+    _, ours = compiled("2*v5e:2x4", "ours")
+    between = [c for c in ours.collectives if c.along == "slice"]
+    assert {c.phase for c in between if c.kind == "reduce-scatter"} >= {3}  # comes last
+    assert sum(c.sent_bytes for c in between) < 0.3 * ours.sent_bytes
+    assert 0.99 < ours.sent_bytes / replicated.sent_bytes < 1.03

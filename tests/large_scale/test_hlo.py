@@ -313,3 +313,24 @@ def test_compiled_loop(mesh8_auto):
 def test_doctests():
     failed, attempted = doctest.testmod(hlo)
     assert attempted and not failed
+
+
+def test_what_goes_between_slices_counts():
+    told = (
+        'is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="r0",'
+        '_xla_megascale_target="{1,2}x{0:1}",_xla_megascale_transfer_type="REDUCE_SCATTER"}'
+    )
+    (found,) = hlo.collectives(
+        f"""
+HloModule m, num_partitions=2
+ENTRY %main (p: f32[4,3]) -> f32[2,3] {{
+  %p = f32[4,3]{{1,0}} parameter(0)
+  %t = token[] after-all()
+  %send = (f32[4,3]{{1,0}}, u32[], token[]) send(%p, %t), channel_id=1, {told}
+  %recv = (f32[2,3]{{1,0}}, u32[], token[]) recv(%t), channel_id=2, {told}
+  %done = (f32[2,3]{{1,0}}, token[]) recv-done(%recv)
+  ROOT %r = f32[2,3]{{1,0}} get-tuple-element(%done), index=0
+}}"""
+    )
+    assert (found.kind, found.dtype, found.groups) == ("reduce-scatter", "f32", ((0, 2), (1, 3)))
+    assert (found.operand_bytes, found.result_bytes, found.sent_bytes) == (48, 24, 24)
