@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as jex
 from jax.extend import random as extend_random
 from jax.extend import source_info_util
@@ -607,6 +608,11 @@ def as_varying(x: Any, axes: frozenset[str]) -> Any:
     """Casts `x` to vary over `axes` as well."""
     missing = axes - varying_axes(x)
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def row_major(x: jax.Array) -> jax.Array:
+    """`x`, which the compiler has to lay out row by row where it is read here."""
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 def as_invarying(x: Any, axes: Sequence[str]) -> Any:

@@ -24,7 +24,7 @@ from wusharding.analysis.rules.base import Reduction
 from wusharding.analysis.sum_dtypes import OWN, SumDtypes
 from wusharding.formats import LANES, SUBLANES, Format
 from wusharding.formats.buckets import Bucket, BucketSizes, tile_padding
-from wusharding.jaxprs import as_invarying, reduce_scatter_is_unsound, varying_axes
+from wusharding.jaxprs import as_invarying, reduce_scatter_is_unsound, row_major, varying_axes
 
 Dtypes = tuple[Any, ...]  # one for each phase
 
@@ -109,6 +109,8 @@ class Collectives:
         def alone(i: int) -> jax.Array:
             x, fmt = xs[i], formats[i]
             if self.buckets.whole_tiles:
+                # Tiles are taken as they lie row by row: in another layout that is a copy.
+                x = row_major(x) if x.ndim > 1 else x
                 rows = by_shard(_plain(fmt).pack(x), fmt)
                 return self._scatter_tiles(rows, dtypes).reshape(fmt.local_shape)
             return self._scatter(_plain(fmt).pack(x), fmt.lo, dtypes)
