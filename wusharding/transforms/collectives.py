@@ -167,7 +167,7 @@ class Collectives:
                 x = fmt.narrowed(x)
                 x = jnp.where(always, x, jnp.zeros_like(x))
                 written.append(x)
-            return x
+            return x if leaves or x.ndim < 2 else row_major(x)
 
         def packed(x: jax.Array, fmt: Format) -> jax.Array:
             return x.reshape(1, -1)
