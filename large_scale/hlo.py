@@ -302,7 +302,7 @@ class Work:
 # What moves data, and what may stand beside that in a fusion that computes nothing.
 _MOVES = frozenset(
     (
-        *("copy", "reshape", "transpose", "concatenate", "pad", "gather"),
+        *("select", "copy", "reshape", "transpose", "concatenate", "pad", "gather"),
         *("slice", "dynamic-slice", "dynamic-update-slice"),
     )
 )
