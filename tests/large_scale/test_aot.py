@@ -24,13 +24,11 @@ import wusharding as wus
 from benchmarks import aot as bench
 from large_scale import Topology, aot, cli, hlo, libtpu, make_mesh, programs, report, shapes, steps
 from large_scale.comparison import Comparison, check_writable, compare, write
+from large_scale.hlo_text import parse
 from large_scale.models import Model
+from tests.large_scale.compilers import needs_libtpu
 
 DOCS = Path(__file__).parents[2] / "docs"
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="XLA's TPU compiler is not installed: pip install 'wusharding[tpu-aot]'",
-)
 
 
 def struct(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
@@ -659,6 +657,10 @@ def test_weights_travel_in_bfloat16():
     assert small == 0 or small < 0.01 * sum(c.sent_bytes for c in gathers)
 
 
+# Names, constants, and what is fetched ahead: more of smaller shards.
+NO_PART = {"bitcast", "constant", "parameter", "tuple", "copy-start", "copy-done"}
+
+
 @needs_libtpu
 def test_the_program_does_not_grow_with_the_cluster():
     lowered, compiled_to = [], []
@@ -667,11 +669,10 @@ def test_the_program_does_not_grow_with_the_cluster():
         program = programs.update_program("ours", optax.adam(1e-3), WEIGHTS, mesh)
         made = program.step.lower(*program.args)
         lowered.append(made.as_text().count(" = "))
-        compiled_to.append(
-            len(re.findall(r"^\s+(?:ROOT )?%\S+ = ", made.compile().as_text(), re.M))
-        )
+        computations = parse(made.compile().as_text()).values()
+        compiled_to.append(sum(i.opcode not in NO_PART for c in computations for i in c.values()))
     assert max(lowered) < 1.15 * min(lowered), lowered  # smaller shards are padded more often
-    assert max(compiled_to) < 1.5 * min(compiled_to), compiled_to  # and fetched ahead
+    assert max(compiled_to) < 1.25 * min(compiled_to), compiled_to
 
 
 @needs_libtpu

@@ -1,7 +1,6 @@
 """What reductions cost on links: by hand, against compiled programs, and what is chosen from it."""
 
 import dataclasses
-import importlib.util
 import itertools
 import re
 
@@ -25,13 +24,10 @@ from large_scale import (
     programs,
     torus_lines,
 )
+from tests.large_scale.compilers import needs_libtpu
 from tests.large_scale.fakes import fake_devices
 from tests.runs import batches, of_kind, training
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="XLA's TPU compiler is not installed: pip install 'wusharding[tpu-aot]'",
-)
 W = CHIPS["v5e"].link_bytes_per_second
 HOP = 1e-6
 

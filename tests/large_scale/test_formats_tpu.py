@@ -1,15 +1,9 @@
 """The format that is chosen for an array against the TPU compiler's estimates of all of them."""
 
-import importlib.util
-
 import pytest
 
 from benchmarks import formats
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="XLA's TPU compiler is not installed: pip install 'wusharding[tpu-aot]'",
-)
+from tests.large_scale.compilers import needs_libtpu
 
 # Arrays for which another format would be more than a tenth faster, and how far the chosen one may
 # be off. They are small, and cost little more than an operation's own time, which `choose` does not

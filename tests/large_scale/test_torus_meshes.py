@@ -1,6 +1,5 @@
 """Torus lines on meshes with further axes: subgroups, several replica axes, model parallelism."""
 
-import importlib.util
 import itertools
 
 import jax
@@ -13,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import wusharding as wus
 from large_scale import aot, make_mesh
 from tests.large_scale import test_model_parallel as parallel
+from tests.large_scale.compilers import needs_libtpu
 from tests.runs import (
     assert_same_bits,
     batches,
@@ -23,11 +23,6 @@ from tests.runs import (
     reference,
     relative_error,
     training,
-)
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="XLA's TPU compiler is not installed: pip install 'wusharding[tpu-aot]'",
 )
 
 SQUARE = (((3, 1), (2, 0)), ((3, 2), (1, 0)))  # 4 positions, in an order of its own
