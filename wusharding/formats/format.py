@@ -158,7 +158,7 @@ class Format:
             x = xp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, more), (0, 0)])
             length += more * self.shape[-1]
         if self.tiled:
-            x = xp.swapaxes(x.reshape(self._by_tiles), -3, -2)
+            x = _tile_by_tile(x, xp)
         merged = x.reshape(*self.shape[: self.lo], length, *self.shape[self.hi :])
         pad = self.num_shards * self.chunk_elems - length
         if pad:
@@ -261,8 +261,7 @@ class Format:
             first = 0
         x = jnp.pad(x, ((0, count), (0, 0)))
         x = lax.dynamic_slice_in_dim(x, row - first, count)
-        tiles = x.reshape(count // SUBLANES, SUBLANES, cols // LANES, LANES).swapaxes(1, 2)
-        return tiles.reshape(-1), row * cols
+        return _tile_by_tile(x, jnp).reshape(-1), row * cols
 
     def to_local(self, stored: jax.Array) -> jax.Array:
         """One shard from its stored to its computing shape."""
@@ -271,6 +270,13 @@ class Format:
     def to_stored(self, local: jax.Array) -> jax.Array:
         """One shard from its computing to its stored shape."""
         return local.reshape(self.shard_shape)
+
+
+def _tile_by_tile(x: Any, xp: Any) -> Any:
+    """`[..., rows, cols] -> [..., rows / 8, cols / 128, 8, 128]`."""
+    *lead, rows, cols = x.shape
+    split = x.reshape(*lead, rows // SUBLANES, SUBLANES, cols // LANES, LANES)
+    return xp.swapaxes(split, -3, -2)
 
 
 def has_whole_tiles(shape: tuple[int, ...]) -> bool:
