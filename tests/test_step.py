@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import wusharding as wus
 from large_scale.hlo import collectives
 from wusharding.jaxprs import RandomTile
-from wusharding.transforms.step import _converter
+from wusharding.transforms.step_storage import converter
 
 TX = optax.adam(1e-2)
 
@@ -208,10 +208,10 @@ def test_conversions_compile_once_for_arrays_of_one_form(mesh8_auto: Mesh) -> No
     step = wus.shard_step(global_step, mesh=mesh8_auto)
     stored = step.shard(*args)
     step.unshard(stored)
-    before = _converter.cache_info()
+    before = converter.cache_info()
     again = step.shard(*args)
     step.unshard(again)
-    assert _converter.cache_info().misses == before.misses
+    assert converter.cache_info().misses == before.misses
     assert_close(again, stored, 0.0)
 
 

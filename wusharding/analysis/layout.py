@@ -93,6 +93,10 @@ class Leaf:
     def _copied(self, tiles: Tiles) -> PartitionSpec:
         return _spec([self.copies + tiles[0], *tiles[1:]] if self.copies else [*tiles])
 
+    def unnamed(self) -> Leaf:
+        """The same without what does not change the program that stores it."""
+        return dataclasses.replace(self, path="", why="")
+
     def held_bytes(self, replicas: Replicas) -> int:
         """Bytes that one device stores."""
         return math.prod(self.local_stored_shape(replicas)) * Aval((), self.dtype).nbytes

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from wusharding.checkpoint.logical import LogicalState
 from wusharding.checkpoint.manifest import Entry, Manifest
 from wusharding.errors import StateMismatchError
-from wusharding.transforms.programs import flatten_with_paths
+from wusharding.transforms.trees import flatten_with_paths
 
 PyTree = Any
 

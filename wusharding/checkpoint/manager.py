@@ -26,7 +26,7 @@ from wusharding.errors import (
     CorruptCheckpointWarning,
 )
 from wusharding.transforms.optimizer import ShardedOptimizer
-from wusharding.transforms.programs import flatten_with_paths
+from wusharding.transforms.trees import flatten_with_paths
 
 PyTree = Any
 MANIFEST = "wusharding"

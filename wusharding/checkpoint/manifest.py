@@ -10,7 +10,7 @@ from typing import Any
 
 from wusharding.checkpoint.digest import digests
 from wusharding.errors import CorruptCheckpointError
-from wusharding.transforms.programs import flatten_with_paths
+from wusharding.transforms.trees import flatten_with_paths
 
 VERSION = 1
 PyTree = Any

@@ -28,9 +28,10 @@ from wusharding.errors import (
 )
 from wusharding.jaxprs import Aval, array_aval, varying_axes
 from wusharding.transforms.boxes import stored_trees
-from wusharding.transforms.context import Context, is_tracer, spec_of, unreduced_axes
-from wusharding.transforms.programs import Options, flatten_with_paths
+from wusharding.transforms.context import Context, check_axes, is_tracer, spec_of, unreduced_axes
+from wusharding.transforms.programs import Options
 from wusharding.transforms.runner import Arrival
+from wusharding.transforms.trees import flatten_with_paths
 
 T = TypeVar("T")
 
@@ -139,11 +140,7 @@ def check_mesh(mesh: Any, axes: tuple[str, ...]) -> None:
         return
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"mesh: found {type(mesh).__name__}, need a jax.sharding.Mesh or None.")
-    missing = [a for a in axes if a not in mesh.axis_names]
-    if missing:
-        raise ContextError(
-            f"axis={axes}: the mesh has no axis {missing}; its axes are {tuple(mesh.axis_names)}."
-        )
+    check_axes(mesh, axes)
 
 
 def broadcast_specs(specs: Any, treedef: Any) -> list[PartitionSpec]:

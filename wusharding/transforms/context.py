@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from wusharding.analysis.choose import Target
 from wusharding.analysis.lines import Lines
-from wusharding.analysis.placement import Replicas, Tiles
+from wusharding.analysis.placement import Replicas
 from wusharding.errors import ContextError
 from wusharding.jaxprs import bound_axis_size, checks_varying
 from wusharding.transforms.torus import lines_of
@@ -99,9 +99,21 @@ def find_context(
             f"`shard_map` or `pmap`."
         )
     check_axes(found, reduce_axes)
-    sizes = tuple((str(n), s) for n, s in found.shape.items())
-    found_lines = lines_of(lines, mesh, shard_axes, dict(sizes))
-    return Context(False, False, Replicas(sizes, reduce_axes, shard_axes, found_lines), found)
+    return global_context(found, reduce_axes, shard_axes, lines, placed=mesh)
+
+
+def global_context(
+    mesh: Mesh | AbstractMesh,
+    reduce_axes: tuple[str, ...],
+    shard_axes: tuple[str, ...],
+    lines: Mapping[str, Lines] | None,
+    *,
+    placed: Mesh | AbstractMesh | None,
+) -> Context:
+    """The context of a global view of `mesh`; `placed` is the mesh whose devices tell the lines."""
+    sizes = tuple((str(n), s) for n, s in mesh.shape.items())
+    found = lines_of(lines, placed, shard_axes, dict(sizes))
+    return Context(False, False, Replicas(sizes, reduce_axes, shard_axes, found), mesh)
 
 
 def _manual_sizes(bound: dict[str, int | None]) -> tuple[tuple[str, int], ...]:
@@ -153,14 +165,16 @@ def platform_of(mesh: Mesh | AbstractMesh | None) -> Target:
 # -------------------------------------------------------------------------------- types of a value
 
 
+def sharding_of(x: Any) -> NamedSharding | None:
+    """How an array, a shape or a traced value lies on a mesh, as far as it tells."""
+    sharding = getattr(jax.typeof(x) if is_tracer(x) else x, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
 def spec_of(x: Any) -> PartitionSpec | None:
     """The spec of a value's sharding, where its type or its array tells; None where not."""
-    sharding = (
-        getattr(jax.typeof(x), "sharding", None) if is_tracer(x) else getattr(x, "sharding", None)
-    )
-    if not isinstance(sharding, NamedSharding):
-        return None
-    if is_tracer(x) and not _has_explicit(sharding.mesh):
+    sharding = sharding_of(x)
+    if sharding is None or (is_tracer(x) and not _has_explicit(sharding.mesh)):
         return None
     return sharding.spec
 
@@ -172,15 +186,6 @@ def _has_explicit(mesh: Mesh | AbstractMesh) -> bool:
 def is_tracer(x: Any) -> bool:
     """Whether a value is being traced."""
     return isinstance(x, Tracer)
-
-
-def tiles_of_spec(spec: PartitionSpec | None, ndim: int) -> Tiles:
-    """The mesh axes that split each dim."""
-    entries = tuple(spec) if spec is not None else ()
-    entries += (None,) * (ndim - len(entries))
-    return tuple(
-        () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries[:ndim]
-    )
 
 
 def unreduced_axes(x: Any) -> frozenset[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -13,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from wusharding.analysis.choose import FormatChoice, Target
 from wusharding.analysis.layout import Layout, Leaf, restricted
 from wusharding.analysis.lines import Lines
-from wusharding.analysis.placement import Placement
+from wusharding.analysis.placement import Placement, spec_tiles
 from wusharding.analysis.plan import Plan
 from wusharding.analysis.schedule import Schedule
 from wusharding.errors import ContextError
@@ -27,18 +26,13 @@ from wusharding.transforms.context import (
     is_tracer,
     platform_of,
     spec_of,
-    tiles_of_spec,
 )
 from wusharding.transforms.mapped import mapped
-from wusharding.transforms.programs import (
-    Options,
-    ParamInfo,
-    Programs,
-    flatten_with_paths,
-    split_extra,
-)
+from wusharding.transforms.programs import Options, ParamInfo, Programs, split_extra
 from wusharding.transforms.runner import Runner
 from wusharding.transforms.spread import Spreader, is_stored_whole
+from wusharding.transforms.storage import stored_struct
+from wusharding.transforms.trees import flatten_with_paths
 
 PyTree = Any
 _NO_SPEC = PartitionSpec()
@@ -273,7 +267,7 @@ class _Core:
         tiles = []
         for path, aval, spec in zip(paths, avals, specs, strict=True):
             checks.check_spec(path, spec, len(aval.shape))
-            tiles.append(tiles_of_spec(spec, len(aval.shape)))
+            tiles.append(spec_tiles(spec, len(aval.shape)))
             checks.check_tiles(path, aval, tiles[-1], context)
         avals = tuple(_global_aval(a, t, context) for a, t in zip(avals, tiles, strict=True))
         info = ParamInfo(treedef, paths, avals, tuple(tiles))
@@ -511,7 +505,7 @@ class _Core:
     ) -> list[Any]:
         (whole,) = self._call(
             context,
-            ("unshard", layout.replicas, tuple(map(_unnamed, leaves))),
+            ("unshard", layout.replicas, tuple(leaf.unnamed() for leaf in leaves)),
             lambda xs: (self.here(layout, context).storage.unshard(leaves, xs),),
             [stored],
             [("state", leaves)],
@@ -542,7 +536,7 @@ class _Core:
     ) -> list[Any]:
         (stored,) = self._call(
             context,
-            ("shard", layout.replicas, tuple(map(_unnamed, leaves))),
+            ("shard", layout.replicas, tuple(leaf.unnamed() for leaf in leaves)),
             lambda xs: (self.here(layout, context).storage.shard(leaves, xs),),
             [whole],
             [(name, leaves)],
@@ -641,12 +635,7 @@ class _Core:
         """See `ShardedOptimizer.abstract_state`."""
         mesh = checks.concrete_mesh(self._global_context("abstract_state").mesh)
         return self._described(
-            params,
-            lambda leaf, layout: jax.ShapeDtypeStruct(
-                leaf.stored_shape(layout.replicas),
-                leaf.dtype,
-                sharding=NamedSharding(mesh, leaf.spec(layout.replicas)),
-            ),
+            params, lambda leaf, layout: stored_struct(leaf, layout.replicas, mesh)
         )
 
     def _global_context(self, name: str) -> Context:
@@ -662,11 +651,6 @@ class _Core:
         context = self.context()
         layout, _ = self.layout(params, context)
         return self.programs.plan(layout, self.target(), reduced=self.options.reduce is None)
-
-
-def _unnamed(leaf: Leaf) -> Leaf:
-    """A leaf without what does not change the program that stores it."""
-    return dataclasses.replace(leaf, path="", why="")
 
 
 def _global_aval(aval: Aval, tiles: Any, context: Context) -> Aval:

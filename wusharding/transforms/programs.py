@@ -24,6 +24,7 @@ from wusharding.analysis.sum_dtypes import SumDtypes
 from wusharding.errors import StateMismatchError, UnsupportedOptimizerError
 from wusharding.jaxprs import Aval, Program, prune, trace
 from wusharding.transforms.context import is_tracer
+from wusharding.transforms.trees import flatten_with_paths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -492,10 +493,3 @@ def _is_array(x: Any) -> bool:
 
 def _is_hashable_constant(x: Any) -> bool:
     return x is None or isinstance(x, bool | int | str)
-
-
-def flatten_with_paths(tree: Any) -> tuple[tuple[str, ...], list[Any], Any]:
-    """Leaves of a tree with the path of each, as `['layer']['w']`."""
-    with_paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    paths = tuple(jax.tree_util.keystr(path) for path, _ in with_paths)
-    return paths, [x for _, x in with_paths], treedef

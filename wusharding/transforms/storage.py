@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 
 from wusharding.analysis.layout import Leaf
+from wusharding.analysis.placement import Replicas
 from wusharding.transforms.collectives import Collectives
 
 
@@ -68,3 +70,9 @@ class Storage:
             self.store(leaf, self.take(leaf, jnp.asarray(x)).astype(leaf.dtype))
             for leaf, x in zip(leaves, whole, strict=True)
         ]
+
+
+def stored_struct(leaf: Leaf, replicas: Replicas, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """The stored array as a global one: its shape, dtype and sharding."""
+    sharding = NamedSharding(mesh, leaf.spec(replicas))
+    return jax.ShapeDtypeStruct(leaf.stored_shape(replicas), leaf.dtype, sharding=sharding)

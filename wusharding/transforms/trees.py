@@ -1,4 +1,4 @@
-"""Finds in a step's arguments the trees that come out of it again."""
+"""Trees: the paths of their leaves, and those of a step's arguments that come out of it again."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+
+
+def flatten_with_paths(tree: Any) -> tuple[tuple[str, ...], list[Any], Any]:
+    """Leaves of a tree with the path of each, as `['layer']['w']`."""
+    with_paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    paths = tuple(jax.tree_util.keystr(path) for path, _ in with_paths)
+    return paths, [x for _, x in with_paths], treedef
 
 
 class Node(NamedTuple):
