@@ -26,7 +26,7 @@ from wusharding.analysis.rules import RULES, Factors, OpRule
 from wusharding.analysis.rules.base import register
 from wusharding.analysis.schedule import Communicate, Compute
 from wusharding.jaxprs import trace
-from wusharding.transforms.interpret import neutral
+from wusharding.transforms.wide import neutral
 
 # ---------------------------------------------------------------------------------- what is refused
 

@@ -148,15 +148,18 @@ class Format:
         return self.shape[: self.lo] + (length,) + self.shape[self.hi :]
 
     def pack(self, x: Any) -> Any:
-        """`x: [*shape] -> [*padded_shape]`; padding is zero. Takes numpy arrays and JAX values."""
+        """`x: [*shape] -> [*padded_shape]`; padding is zero. Takes numpy arrays and JAX values.
+
+        An array that has its padding along `wide_dim` already keeps what that holds.
+        """
         return self._merged(x, np if isinstance(x, np.ndarray) else jnp).reshape(self.padded_shape)
 
     def _merged(self, x: Any, xp: Any) -> Any:
         """`x` with dims `lo:hi` merged and padded."""
-        length = self.merged_elems
-        if more := self._more_rows:
+        more = self._more_rows
+        if more and x.shape[-2] == self.shape[-2]:
             x = xp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, more), (0, 0)])
-            length += more * self.shape[-1]
+        length = math.prod(x.shape[self.lo : self.hi])
         if self.tiled:
             x = _tile_by_tile(x, xp)
         merged = x.reshape(*self.shape[: self.lo], length, *self.shape[self.hi :])
@@ -202,6 +205,11 @@ class Format:
             return len(self.shape) - 2
         grows = self.num_shards * self.chunk_elems > self.merged_elems
         return self.lo if self.hi - self.lo == 1 and self.shape and grows else None
+
+    @property
+    def wide_length(self) -> int:
+        """Elements along `wide_dim`, padding included."""
+        return self.padded_rows if self._more_rows else self.num_shards * self.chunk_elems
 
     def widened(self, stored: Any) -> Any:
         """`stored: [*padded_shape] -> [*shape]` but for `wide_dim`, along which padding is left."""

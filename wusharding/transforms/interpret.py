@@ -15,7 +15,7 @@ from jax import lax
 
 from wusharding.analysis.placement import Placement, Replicas
 from wusharding.analysis.rules import RULES
-from wusharding.analysis.rules.base import Reduction
+from wusharding.analysis.rules.base import LocalView, Reduction
 from wusharding.analysis.schedule import (
     Communicate,
     Compute,
@@ -25,6 +25,7 @@ from wusharding.analysis.schedule import (
     OwnedStage,
     Schedule,
 )
+from wusharding.analysis.wide import Widening, WideOp, padding_of, widen
 from wusharding.formats import Format
 from wusharding.jaxprs import (
     Aval,
@@ -36,8 +37,8 @@ from wusharding.jaxprs import (
     reduce_scatter_is_unsound,
 )
 from wusharding.transforms.collectives import Collectives
-from wusharding.transforms.lookup import wide_lookup
 from wusharding.transforms.parcels import Parcels
+from wusharding.transforms.wide import neutral, wide_lookup, wide_operands
 
 Body = Callable[..., list[Any]]
 
@@ -45,12 +46,16 @@ Body = Callable[..., list[Any]]
 class Values(dict[int, Any]):
     """What is known so far.
 
-    `wide` has the gathered ones with their padding still on; `leaving` are those that leave.
+    `wide` has values with their padding still on: gathered ones, and those that `widening` names.
+    `leaving` are those that leave.
     """
 
-    def __init__(self, values: Mapping[int, Any], leaving: Collection[int] = ()) -> None:
+    def __init__(
+        self, values: Mapping[int, Any], widening: Widening, leaving: Collection[int] = ()
+    ) -> None:
         super().__init__(values)
         self.wide: dict[int, jax.Array] = {}
+        self.widening = widening
         self.leaving = leaving
 
 
@@ -80,7 +85,7 @@ class Interpreter:
           args: its inputs.
           leaving: values that leave the compiled program.
         """
-        env = Values(schedule.program.consts, leaving)
+        env = Values(schedule.program.consts, widen(schedule, self.replicas), leaving)
         env.update(zip(schedule.program.inputs, args, strict=True))
         for step in schedule.steps:
             match step:
@@ -125,8 +130,33 @@ class Interpreter:
     # ------------------------------------------------------------------------------ local computing
 
     def _compute(self, step: Compute, env: Values) -> None:
+        wide = env.widening.ops.get(step.outs[0])
         with step.op.as_traced():
-            env.update(zip(step.outs, self._computed(step, env), strict=True))
+            if wide is not None:
+                self._compute_wide(step, wide, env)
+            else:
+                env.update(zip(step.outs, self._computed(step, env), strict=True))
+
+    def _compute_wide(self, step: Compute, wide: WideOp, env: Values) -> None:
+        (out,) = step.outs
+        args = [
+            env[v] if d is None else env.wide[v] for v, d in zip(step.ins, wide.ins, strict=True)
+        ]
+        op, args = wide_operands(wide, step.op, args)
+        rule = RULES.get(op.name)
+        if rule is None or (step.view is None and op.name.startswith("scatter")):
+            (x,) = _bound(op, op.params, args)
+        else:
+            shapes = tuple(jnp.shape(x) for x in args)
+            in_dims = tuple(tuple(range(len(s))) for s in shapes)
+            out_dims = tuple(range(len(wide.out_shape)))
+            view = LocalView(in_dims, (out_dims,), shapes, (wide.out_shape,))
+            (x,) = _bound(op, *_localized(op, view, args))
+        if wide.out is None:
+            env[out] = x
+        else:
+            env.wide[out] = x
+            env[out] = lax.slice_in_dim(x, 0, wide.rows, axis=wide.out)
 
     def _computed(self, step: Compute, env: Values) -> list[Any]:
         args = [env[v] for v in step.ins]
@@ -134,16 +164,7 @@ class Interpreter:
             args[mask.operand] = self._filled(args[mask.operand], mask)
         params = step.op.params
         if step.view is not None:
-            rule = RULES[step.op.name]
-            assert rule.localize is not None
-            params = rule.localize(step.op, step.view)
-            if rule.operands is not None:
-                args = [args[i] for i in rule.operands(step.op, step.view)]
-            if rule.reshape is not None:
-                shapes = rule.reshape(step.op, step.view)
-                args = [
-                    a if s is None else lax.reshape(a, s) for a, s in zip(args, shapes, strict=True)
-                ]
+            params, args = _localized(step.op, step.view, args)
         if step.op.name == "gather" and args[0] is env[step.ins[0]] and step.ins[0] in env.wide:
             wide = env.wide[step.ins[0]]
             indices = wide_lookup(params, args[0].shape, wide, jnp.asarray(args[1]))
@@ -195,17 +216,25 @@ class Interpreter:
             x = lax.psum_scatter(x, axes, scatter_dimension=d, tiled=True)
         return x
 
-    def _scatter_sums(self, moves: list[Move], env: dict[int, Any]) -> None:
+    def _scatter_sums(self, moves: list[Move], env: Values) -> None:
         """Partial sums that are wanted split: reduce-scatter, then the axes that it left out."""
         if not moves:
             return
         formats = [self._format(m.aval, m.after) for m in moves]
         sums = moves[0].sums
         assert all(m.sums == sums for m in moves)
-        done = self.collectives.reduce_scatter([env[m.source] for m in moves], formats, sums)
+        xs = [self._unscattered(m, env) for m in moves]
+        done = self.collectives.reduce_scatter(xs, formats, sums)
         for move, x in zip(moves, done, strict=True):
             rest = tuple(a for a in move.axes if a not in self.replicas.shard_axes)
             (env[move.dest],) = self.collectives.sum_shards([x], rest, sums)
+
+    def _unscattered(self, move: Move, env: Values) -> jax.Array:
+        """What is to be scattered, with the padding of its shards where it was computed so."""
+        wide = env.widening.values.get(move.source)
+        if wide is None or wide != padding_of(move.aval, move.after, self.replicas):
+            return env[move.source]
+        return env.wide[move.source]
 
     @jax.named_scope("all_gather")
     def _gather(self, moves: list[Move], env: Values) -> None:
@@ -282,22 +311,18 @@ class Interpreter:
         return jax.tree.map(lambda x: as_varying(x, axes), tree)
 
 
-def neutral(reduction: Reduction, dtype: Any) -> jax.Array:
-    """The element that changes nothing: 0 for a sum, the lowest value for a maximum."""
-    if reduction in ("sum", "or", "xor"):
-        return jnp.zeros((), dtype)
-    if reduction == "prod":
-        return jnp.ones((), dtype)
-    if reduction == "and":
-        return jnp.array(-1).astype(dtype) if dtype != jnp.bool_ else jnp.array(True)
-    if dtype == jnp.bool_:
-        return jnp.array(reduction == "min")
-    if jnp.issubdtype(dtype, jnp.integer):
-        info = jnp.iinfo(dtype)
-        return jnp.array(info.min if reduction == "max" else info.max, dtype)
-    sign = -1 if reduction == "max" else 1
-    limit = jnp.array(sign * jnp.inf, dtype)  # some 8-bit floats have no infinity, and give NaN
-    return jnp.where(jnp.isnan(limit), jnp.array(sign * jnp.finfo(dtype).max, dtype), limit)
+def _localized(op: Op, view: LocalView, args: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+    """The parameters and operands of an operation for one device's shapes."""
+    rule = RULES[op.name]
+    if rule.localize is None:
+        return op.params, args
+    params = rule.localize(op, view)
+    if rule.operands is not None:
+        args = [args[i] for i in rule.operands(op, view)]
+    if rule.reshape is not None:
+        shapes = rule.reshape(op, view)
+        args = [a if s is None else lax.reshape(a, s) for a, s in zip(args, shapes, strict=True)]
+    return params, args
 
 
 # --------------------------------------------------------------------- evaluating whole operations
