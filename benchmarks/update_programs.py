@@ -28,17 +28,14 @@ from jax.sharding import PartitionSpec as P
 
 import wusharding as wus
 from benchmarks.devices import NUM_DEVICES
+from large_scale import programs
 from wusharding.formats import Format
 from wusharding.transforms.collectives import Collectives
 from wusharding.transforms.runner import Runner
 
 Tree = Any
 
-OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
-    "adam": lambda: optax.adam(1e-3),
-    "lamb": lambda: optax.lamb(1e-3, weight_decay=0.01),
-    "sgd": lambda: optax.sgd(1e-2, momentum=0.9),
-}
+OPTIMIZERS = {name: programs.OPTIMIZERS[name] for name in ("adam", "lamb", "sgd")}
 VARIANTS = {
     "replicated": "optax in shard_map: gradients lax.pmean'ed, every replica updates everything",
     "zero1-auto": "jit on an auto mesh: optimizer state sharded by NamedSharding on the first "

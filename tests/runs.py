@@ -101,20 +101,26 @@ def mean_of(stacked: Tree) -> Tree:
 
 
 def reference(
-    optimizer: optax.GradientTransformation, params: Tree, grads: Sequence[Tree]
+    optimizer: optax.GradientTransformation,
+    params: Tree,
+    given: Sequence[Tree],
+    grads_of: Callable[[Tree, Tree], Tree] = lambda params, grads: grads,
 ) -> tuple[Tree, Tree]:
-    """Params and state of plain optax on one device after steps on these whole gradients."""
+    """Params and state of plain optax on one device after steps on these whole gradients.
+
+    `grads_of(params, x)` makes the gradients of a step where something else is given for it.
+    """
     optimizer = optax.with_extra_args_support(optimizer)
 
     @jax.jit
-    def step(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        updates, state = optimizer.update(grads, state, params)
+    def step(x: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        updates, state = optimizer.update(grads_of(params, x), state, params)
         return optax.apply_updates(params, updates), state
 
     params = jax.tree.map(jnp.asarray, params)
     state = optimizer.init(params)
-    for g in grads:
-        params, state = step(g, state, params)
+    for x in given:
+        params, state = step(x, state, params)
     return params, state
 
 

@@ -91,16 +91,20 @@ def arguments(mesh: Mesh) -> tuple[Any, ...]:
     return *whole, *jax.device_put(regression(0), NamedSharding(mesh, P("data")))
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_weights_that_would_differ_are_refused(change: Callable[..., Tree]) -> None:
-    mesh = mesh_of({"data": 8})
-    step = jax.shard_map(
+def mapped(change: Callable[..., Tree], mesh: Mesh) -> Callable[..., Any]:
+    return jax.shard_map(
         step_with(change),
         mesh=mesh,
         in_specs=(P(), P(), P(), P("data"), P("data")),
         out_specs=(P(), P(), P()),
         check_vma=False,
     )
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_that_would_differ_are_refused(change: Callable[..., Tree]) -> None:
+    mesh = mesh_of({"data": 8})
+    step = mapped(change, mesh)
     with pytest.raises(ReplicationError, match=r"declared equal over \['data'\].*pmean"):
         wus.shard_step(step, mesh=mesh)(*arguments(mesh))
 
@@ -112,13 +116,7 @@ def test_the_same_step_is_taken_where_replicas_agree() -> None:
     def shared_noise(grads: Tree, local: Tree, loss: Any, key: jax.Array) -> Tree:
         return jax.tree.map(lambda g: g + 0.1 * jax.random.normal(key, g.shape), grads)
 
-    step = jax.shard_map(
-        step_with(shared_noise),
-        mesh=mesh,
-        in_specs=(P(), P(), P(), P("data"), P("data")),
-        out_specs=(P(), P(), P()),
-        check_vma=False,
-    )
+    step = mapped(shared_noise, mesh)
     wanted = jax.jit(step)(*arguments(mesh))
     sharded = wus.shard_step(step, mesh=mesh)
     found = sharded(*arguments(mesh))

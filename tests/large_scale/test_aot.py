@@ -280,18 +280,15 @@ def test_programs_that_do_not_exist():
 # --------------------------------------------------------------------------------- what is missing
 
 
-def test_no_tpu_compiler(monkeypatch):
+@pytest.mark.parametrize(
+    ("topology", "cached", "extra"),
+    [("v5e:2x2", aot._tpu_devices, "tpu-aot"), ("h100:1x8", aot._gpu_devices, "cuda-aot")],
+)
+def test_no_compiler(topology, cached, extra, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    aot._tpu_devices.cache_clear()
-    with pytest.raises(aot.MissingCompilerError, match=r"pip install 'wusharding\[tpu-aot\]'"):
-        aot.devices("v5e:2x2")
-
-
-def test_no_gpu_compiler(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    aot._gpu_devices.cache_clear()
-    with pytest.raises(aot.MissingCompilerError, match=r"pip install 'wusharding\[cuda-aot\]'"):
-        aot.devices("h100:1x8")
+    cached.cache_clear()
+    with pytest.raises(aot.MissingCompilerError, match=rf"pip install 'wusharding\[{extra}\]'"):
+        aot.devices(topology)
 
 
 def test_too_few_cpu_devices():

@@ -178,7 +178,7 @@ def test_five_steps_with_groups_of_two_equal_one_device():
         functools.partial(loss, norm=reference_norm), weights(), batches, optimizer
     )
     grouped = lambda x, s, b: batch_norm(x, s, b, axis="data", group_size=2)[0]  # noqa: E731
-    found = training.by_hand(
+    found = training.Setup(
         functools.partial(loss, norm=grouped),
         weights(),
         jax.tree.map(lambda _: P(), weights()),
@@ -186,7 +186,7 @@ def test_five_steps_with_groups_of_two_equal_one_device():
         P("data"),
         optimizer,
         mesh_of(MESH),
-    )
+    ).by_hand()
     assert found.error(wanted) <= 1e-5
     assert of_kind(found.collectives, "reduce-scatter")
 

@@ -59,7 +59,9 @@ def reference() -> tuple[Tree, Tree]:
 @pytest.mark.parametrize("shape", [{"data": 4, "model": 2}, {"data": 2, "model": 4}])
 def test_rows_are_found_where_they_lie(shape):
     mesh = mesh_of(shape)
-    found = training.by_hand(split_loss, weights(), SPECS, batches(), P("data"), optimizer(), mesh)
+    found = training.Setup(
+        split_loss, weights(), SPECS, batches(), P("data"), optimizer(), mesh
+    ).by_hand()
     assert found.error(reference()) <= 1e-5
     moved = [c for c in found.collectives if groups_of(c) == training.along(mesh, "model")]
     assert {c.kind for c in moved} == {"all-reduce"}
@@ -71,7 +73,9 @@ def test_rows_are_found_where_they_lie(shape):
 
 def test_rows_split_by_the_compiler():
     mesh = mesh_of({"data": 4, "model": 2}, auto=True)
-    found = training.by_compiler(loss, weights(), SPECS, batches(), P("data"), optimizer(), mesh)
+    found = training.Setup(
+        loss, weights(), SPECS, batches(), P("data"), optimizer(), mesh
+    ).by_compiler()
     assert found.error(reference()) <= 1e-5
     logits = 4 * BATCH // 4 * LENGTH * VOCAB // 2
     table = 4 * VOCAB * WIDTH // 2

@@ -103,7 +103,9 @@ def reference() -> tuple[Tree, Tree]:
 @pytest.mark.parametrize("shape", MESHES)
 def test_experts_by_hand(shape):
     mesh = mesh_of(MESHES[shape])
-    found = training.by_hand(split_loss, weights(), SPECS, batches(), EVERYWHERE, optimizer(), mesh)
+    found = training.Setup(
+        split_loss, weights(), SPECS, batches(), EVERYWHERE, optimizer(), mesh
+    ).by_hand()
     assert found.error(reference()) <= 1e-5
     experts = training.along(mesh, "expert")
     # Tokens there and back; their gradients once more back, since the inputs need none.
@@ -126,7 +128,9 @@ def test_every_expert_has_tokens():
 
 def test_experts_by_the_compiler():
     mesh = mesh_of(MESHES["4x2"], auto=True)
-    found = training.by_compiler(loss, weights(), SPECS, batches(), P("data"), optimizer(), mesh)
+    found = training.Setup(
+        loss, weights(), SPECS, batches(), P("data"), optimizer(), mesh
+    ).by_compiler()
     assert found.error(reference()) <= 1e-5
     gathered = of_kind(found.collectives, "all-gather")
     assert gathered and all(groups_of(c) == training.along(mesh, "data") for c in gathered)

@@ -95,7 +95,7 @@ AXES = {
 @pytest.mark.parametrize("axes", AXES)
 def test_halos_by_hand(axes):
     """The replicas of a weight are all devices: `axis` names both."""
-    found = training.by_hand(
+    found = training.Setup(
         functools.partial(loss, conv=split_conv),
         weights(),
         specs(),
@@ -103,8 +103,7 @@ def test_halos_by_hand(axes):
         ROWS,
         optimizer(),
         mesh_of(MESH),
-        **AXES[axes],
-    )
+    ).by_hand(**AXES[axes])
     assert found.error(reference()) <= 1e-5
     # Up and down for each convolution, and back for the second: the image has no gradient.
     halo = 4 * BATCH // MESH["data"] * WIDTH
@@ -122,9 +121,9 @@ def no_activation_moves_otherwise(found: training.Trained) -> None:
 
 
 def test_halos_by_the_compiler():
-    found = training.by_compiler(
+    found = training.Setup(
         loss, weights(), specs(), batches(), ROWS, optimizer(), mesh_of(MESH, auto=True)
-    )
+    ).by_compiler()
     assert found.error(reference()) <= 1e-5
     assert of_kind(found.collectives, "collective-permute")
     no_activation_moves_otherwise(found)

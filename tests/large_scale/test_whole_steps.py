@@ -103,15 +103,9 @@ CASES = [
 def test_five_steps_equal_one_device(name: str, shape: tuple[int, int]) -> None:
     model = MODELS[name]
     mesh = mesh_of({"data": shape[0], model.axis: shape[1]}, auto=True)
-    found = training.by_step(
-        model.loss,
-        model.weights(),
-        model.specs,
-        model.batches(),
-        model.rows,
-        optimizer(),
-        mesh,
-    )
+    found = training.Setup(
+        model.loss, model.weights(), model.specs, model.batches(), model.rows, optimizer(), mesh
+    ).by_step()
     assert found.error(reference(name)) <= 2e-5
     data, across = training.along(mesh, "data"), training.along(mesh, model.axis)
     along_data = [c for c in found.collectives if groups_of(c) == data]
@@ -132,7 +126,7 @@ def test_activations_of_a_transformer_are_reduced_four_times_a_layer() -> None:
     """Twice forward and twice backward in each layer, as the types of its weights ask for."""
     model = MODELS["transformer"]
     mesh = mesh_of({"data": 4, "model": 2}, auto=True)
-    found = training.by_step(
+    found = training.Setup(
         model.loss,
         model.weights(),
         model.specs,
@@ -140,7 +134,7 @@ def test_activations_of_a_transformer_are_reduced_four_times_a_layer() -> None:
         model.rows,
         optax.sgd(0.1),
         mesh,
-    )
+    ).by_step()
     over_model = [c for c in found.collectives if groups_of(c) == training.along(mesh, "model")]
     activation = np.float32().nbytes * 8 // 4 * CONFIG.length * CONFIG.width
     assert {c.kind for c in over_model} == {"all-reduce"}
@@ -175,7 +169,7 @@ def test_however_batch_and_weights_lie(specs: Tree, rows: P) -> None:
     """Gradients summed over `model` of weights that `model` tiles are scattered there too."""
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.lamb(0.02))
     mesh = mesh_of({"data": 4, "model": 2}, auto=True)
-    found = training.by_step(product_loss, products(), specs, sequences(3), rows, tx, mesh)
+    found = training.Setup(product_loss, products(), specs, sequences(3), rows, tx, mesh).by_step()
     assert found.error(training.on_one_device(product_loss, products(), sequences(3), tx)) <= 1e-6
     gradients = sum(w.nbytes for w in products().values())
     assert all(c.operand_bytes < gradients / 8 for c in found.collectives if crosses(c, mesh))
@@ -282,13 +276,15 @@ def test_constraints_on_activations_are_followed() -> None:
 
     weights = {**products(), "scale": np.linspace(1, 2, 6, dtype=np.float32)}
     specs = {**COLUMNS_ROWS, "scale": P()}
-    found = training.by_step(loss, weights, specs, sequences(3), P("data"), MOMENTUM, mesh)
+    found = training.Setup(loss, weights, specs, sequences(3), P("data"), MOMENTUM, mesh).by_step()
     plain = functools.partial(loss, split=lambda x, *spec: x)
     assert found.error(training.on_one_device(plain, weights, sequences(3), MOMENTUM)) <= 1e-6
     # The second product's sum is scattered where rows are to be split, and not reduced for all.
     rows = 4 * 8 // 4 * 4 * 6  # bytes of one replica's activation
     assert over_model(found, mesh, "reduce-scatter", rows)
-    as_it_comes = training.by_step(plain, weights, specs, sequences(1), P("data"), MOMENTUM, mesh)
+    as_it_comes = training.Setup(
+        plain, weights, specs, sequences(1), P("data"), MOMENTUM, mesh
+    ).by_step()
     assert not over_model(as_it_comes, mesh, "reduce-scatter", rows)
 
 
@@ -316,8 +312,8 @@ def test_tiles_of_layers_are_gathered_one_layer_at_a_time() -> None:
 
         return jnp.mean((jax.lax.scan(layer, x, params)[0] - x[:, ::-1]) ** 2)
 
-    found = training.by_step(
-        loss, weights, specs, batches, P("data"), MOMENTUM, mesh, weights="layers"
+    found = training.Setup(loss, weights, specs, batches, P("data"), MOMENTUM, mesh).by_step(
+        weights="layers"
     )
     assert found.error(training.on_one_device(loss, weights, batches, MOMENTUM)) <= 1e-6
     data = training.along(mesh, "data")

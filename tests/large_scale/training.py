@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
@@ -15,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import wusharding as wus
 from large_scale.hlo import Collective, collectives
-from tests.runs import relative_error
+from tests.runs import reference, relative_error
 
 Tree = Any
 Loss = Callable[[Tree, Any], jax.Array]
@@ -38,16 +37,7 @@ def on_one_device(
 ) -> tuple[Tree, Tree]:
     """Params and state of plain optax after a step on each batch."""
 
-    @jax.jit
-    def step(params: Tree, state: Tree, batch: Any) -> tuple[Tree, Tree]:
-        updates, state = optimizer.update(jax.grad(loss)(params, batch), state, params)
-        return optax.apply_updates(params, updates), state
-
-    params = jax.tree.map(jnp.asarray, params)
-    state = optimizer.init(params)
-    for batch in batches:
-        params, state = step(params, state, batch)
-    return params, state
+    return reference(optimizer, params, batches, jax.grad(loss))
 
 
 def placed(tree: Tree, specs: Tree, mesh: Mesh) -> Tree:
@@ -66,93 +56,91 @@ def along(mesh: Mesh, *axes: str) -> set[frozenset[int]]:
     return {frozenset(map(int, row)) for row in rows}
 
 
-def by_hand(
-    loss: Loss,
-    params: Tree,
-    specs: Tree,
-    batches: Sequence[Any],
-    batch_specs: Tree,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-    axis: str | tuple[str, ...] = "data",
-    **options: Any,
-) -> Trained:
-    """`shard_map` over all axes; `loss` is that of one replica, on its parts of weights and batch.
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What is trained, and how it lies on a mesh.
 
-    Gradients are local along `axis`, over which replicas lie. Along other axes the weights stay
-    unvarying where they are not split, so that JAX adds up their gradients there.
+    Args:
+      loss: of weights and a batch.
+      params: the weights, and `specs` of them.
+      batches: one a step, and `batch_specs` of each.
+      optimizer: plain optax.
+      mesh: all of whose devices train.
     """
-    tx = wus.shard_updates(optimizer, mesh=mesh, axis=axis, **options)
-    params = placed(params, specs, mesh)
-    state = tx.init(params)
 
-    def step(params: Tree, state: Any, batch: Any) -> tuple[Tree, Any]:
-        own = jax.lax.pcast(params, axis, to="varying")
-        return tx.apply(jax.grad(loss)(own, batch), state, params)
+    loss: Loss
+    params: Tree
+    specs: Tree
+    batches: Sequence[Any]
+    batch_specs: Tree
+    optimizer: optax.GradientTransformation
+    mesh: Mesh
 
-    state_specs = tx.state_specs(params)
-    mapped = jax.shard_map(
-        step,
-        mesh=mesh,
-        in_specs=(specs, state_specs, batch_specs),
-        out_specs=(specs, state_specs),
-    )
-    return _run(mapped, tx, params, state, [placed(b, batch_specs, mesh) for b in batches])
+    def by_hand(self, axis: str | tuple[str, ...] = "data", **options: Any) -> Trained:
+        """`shard_map` over all axes; `loss` is that of one replica, on its weights and batch.
 
+        Gradients are local along `axis`, over which replicas lie. Along other axes the weights stay
+        unvarying where they are not split, so that JAX adds up their gradients there.
+        """
+        tx = wus.shard_updates(self.optimizer, mesh=self.mesh, axis=axis, **options)
+        params = self._placed_params()
+        state = tx.init(params)
 
-def by_compiler(
-    loss: Loss,
-    params: Tree,
-    specs: Tree,
-    batches: Sequence[Any],
-    batch_specs: Tree,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-    **options: Any,
-) -> Trained:
-    """`jit` on an auto mesh: `loss` is that of all, and the compiler splits it."""
-    tx = wus.shard_updates(optimizer, mesh=mesh, **options)
-    params = placed(params, specs, mesh)
-    state = tx.init(params)
+        def step(params: Tree, state: Any, batch: Any) -> tuple[Tree, Any]:
+            own = jax.lax.pcast(params, axis, to="varying")
+            return tx.apply(jax.grad(self.loss)(own, batch), state, params)
 
-    def step(params: Tree, state: Any, batch: Any) -> tuple[Tree, Any]:
-        return tx.apply(jax.grad(loss)(params, batch), state, params)
+        state_specs = tx.state_specs(params)
+        mapped = jax.shard_map(
+            step,
+            mesh=self.mesh,
+            in_specs=(self.specs, state_specs, self.batch_specs),
+            out_specs=(self.specs, state_specs),
+        )
+        return self._run(mapped, tx, params, state)
 
-    return _run(step, tx, params, state, [placed(b, batch_specs, mesh) for b in batches])
+    def by_compiler(self, **options: Any) -> Trained:
+        """`jit` on an auto mesh: `loss` is that of all, and the compiler splits it."""
+        tx = wus.shard_updates(self.optimizer, mesh=self.mesh, **options)
+        params = self._placed_params()
+        state = tx.init(params)
 
+        def step(params: Tree, state: Any, batch: Any) -> tuple[Tree, Any]:
+            return tx.apply(jax.grad(self.loss)(params, batch), state, params)
 
-def by_step(
-    loss: Loss,
-    params: Tree,
-    specs: Tree,
-    batches: Sequence[Any],
-    batch_specs: Tree,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-    **options: Any,
-) -> Trained:
-    """`shard_step` of the step that `on_one_device` runs, its arguments donated."""
+        return self._run(step, tx, params, state)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params: Tree, state: Tree, batch: Any) -> tuple[Tree, Tree]:
-        updates, state = optimizer.update(jax.grad(loss)(params, batch), state, params)
-        return optax.apply_updates(params, updates), state
+    def by_step(self, **options: Any) -> Trained:
+        """`shard_step` of the step that `on_one_device` runs, its arguments donated."""
 
-    params = placed(params, specs, mesh)
-    state = optimizer.init(params)
-    sharded = wus.shard_step(step, mesh=mesh, **options)
-    with jax.set_mesh(mesh):
-        params, state, first = sharded.shard(params, state, placed(batches[0], batch_specs, mesh))
-        compiled = sharded.lower(params, state, first).compile()
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(params: Tree, state: Tree, batch: Any) -> tuple[Tree, Tree]:
+            grads = jax.grad(self.loss)(params, batch)
+            updates, state = self.optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        params = self._placed_params()
+        state = self.optimizer.init(params)
+        sharded = wus.shard_step(step, mesh=self.mesh, **options)
+        batches = self._placed_batches()
+        with jax.set_mesh(self.mesh):
+            params, state, first = sharded.shard(params, state, batches[0])
+            compiled = sharded.lower(params, state, first).compile()
+            for batch in batches:
+                params, state = compiled(params, state, batch)
+        plain = jax.tree.map(np.asarray, (sharded.unshard(params), sharded.unshard(state)))
+        return Trained(*plain, collectives(compiled.as_text()))
+
+    def _placed_params(self) -> Tree:
+        return placed(self.params, self.specs, self.mesh)
+
+    def _placed_batches(self) -> list[Any]:
+        return [placed(b, self.batch_specs, self.mesh) for b in self.batches]
+
+    def _run(self, step: Any, tx: Any, params: Tree, state: Any) -> Trained:
+        batches = self._placed_batches()
+        compiled = jax.jit(step).lower(params, state, batches[0]).compile()
         for batch in batches:
-            params, state = compiled(params, state, placed(batch, batch_specs, mesh))
-    plain = jax.tree.map(np.asarray, (sharded.unshard(params), sharded.unshard(state)))
-    return Trained(*plain, collectives(compiled.as_text()))
-
-
-def _run(step: Any, tx: Any, params: Tree, state: Any, batches: Sequence[Any]) -> Trained:
-    compiled = jax.jit(step).lower(params, state, batches[0]).compile()
-    for batch in batches:
-        params, state = compiled(params, state, batch)
-    params = jax.tree.map(np.asarray, params)
-    return Trained(params, tx.unshard(state), collectives(compiled.as_text()))
+            params, state = compiled(params, state, batch)
+        params = jax.tree.map(np.asarray, params)
+        return Trained(params, tx.unshard(state), collectives(compiled.as_text()))

@@ -92,10 +92,7 @@ class Update:
         for v, i in zip(self.grads, self.grads_of, strict=True):
             if not params[i].is_replicated:
                 hints[v] = self._grad_placement(params[i])
-        hint_weights(hints, self.program, self.params, self.new_params, params)
-        for i, p in state.items():
-            if not p.is_replicated:
-                hints[self.state[i]] = p
+        hint_arrays(hints, self, params, state)
         propagation.run()
         return propagation
 
@@ -137,6 +134,10 @@ class Updating(Protocol):
 
     @property
     def program(self) -> Program: ...
+    @property
+    def params(self) -> tuple[int, ...]: ...
+    @property
+    def new_params(self) -> tuple[int, ...]: ...
     @property
     def state(self) -> tuple[int, ...]: ...
     @property
@@ -297,18 +298,17 @@ def why_whole(
     return otherwise
 
 
-def hint_weights(
-    hints: Hints,
-    program: Program,
-    old: Sequence[int],
-    new: Sequence[int],
-    placements: Sequence[Placement],
+def hint_arrays(
+    hints: Hints, update: Updating, params: Sequence[Placement], state: Mapping[int, Placement]
 ) -> None:
-    """Says of weights, as they come and as they leave, how they are split."""
-    for i, p in enumerate(placements):
+    """Says how weights are split, as they come and as they leave, and some of the state."""
+    for i, p in enumerate(params):
         if p.is_replicated:
             continue
-        if old:
-            hints[old[i]] = p
-        if new[i] not in program.consts:
-            hints.setdefault(new[i], p)
+        if update.params:
+            hints[update.params[i]] = p
+        if update.new_params[i] not in update.program.consts:
+            hints.setdefault(update.new_params[i], p)
+    for i, p in state.items():
+        if not p.is_replicated:
+            hints[update.state[i]] = p

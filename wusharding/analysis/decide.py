@@ -659,9 +659,13 @@ class Decider:
         loop: bool,
     ) -> tuple[Schedule, list[Problem]]:
         """Decides body `i` of operation `k`."""
-        decider = Decider(self.propagation.bodies[k][i], outs, in_loop=loop or self.in_loop)
+        decider = self._inner(k, i, outs, loop=loop)
         inner = [Value(v.placement, leaf=v.leaf) for v in ins]
         return decider.run(inner), decider.problems
+
+    def _inner(self, k: int, i: int, outs: Sequence[Placement | None], *, loop: bool) -> Decider:
+        """The decider of body `i` of operation `k`."""
+        return Decider(self.propagation.bodies[k][i], outs, in_loop=loop or self.in_loop)
 
     def _finish_control(
         self,

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from wusharding.analysis.constraints import constrained_tiles
 from wusharding.analysis.decide import Case, Decider, Value
 from wusharding.analysis.fit import tiles_of, tiles_of_result
+from wusharding.analysis.flow import carries
 from wusharding.analysis.placement import Placement, Tiles, replicated, spec_tiles
 from wusharding.analysis.propagate import Propagation
 from wusharding.analysis.replication import (
@@ -31,6 +32,7 @@ from wusharding.analysis.rules.base import Reduction
 from wusharding.analysis.schedule import Compute, Problem, Schedule
 from wusharding.analysis.sum_dtypes import OWN, SumDtypes
 from wusharding.analysis.update import (
+    ADDS,
     Region,
     nearest_weights,
     only_rearranges,
@@ -46,8 +48,6 @@ from wusharding.jaxprs import (
     Times,
     Zeros,
 )
-
-_ADDS = ("add", "add_any")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +160,7 @@ class _StepDecider(Decider):
     def _joins(self, op: Op) -> bool:
         """Makes one sum of several: adds them up, or lays them side by side."""
         alone = all(self.readers[v] == 1 for v in op.ins)
-        return op.name in _ADDS or (op.name in ("concatenate", "stack") and alone)
+        return op.name in ADDS or (op.name in ("concatenate", "stack") and alone)
 
     def _carried(self, op: Op) -> int | None:
         """The operand each of whose elements an operation hands on once, among zeros maybe."""
@@ -382,7 +382,7 @@ class _StepDecider(Decider):
         wanted = (self._wanted(v) for v in op.ins if self.values[v].partial)
         if not stays and any(h is not None and h.span for h in wanted):
             return False
-        want = self._wanted(op.outs[0]) if op.name in _ADDS else None
+        want = self._wanted(op.outs[0]) if op.name in ADDS else None
         open_axes = {a for v in op.ins for a in self.values[v].partial_axes}
         if want is not None and open_axes.isdisjoint(want.tile_axes):
             parts = [self._cut(v, want) if self.values[v].partial else v for v in op.ins]
@@ -448,36 +448,24 @@ class _StepDecider(Decider):
             ins = [self._settled(v) for v in op.ins]
             self._enter(k, op, ins)
 
-    def _body(
-        self,
-        k: int,
-        i: int,
-        ins: Sequence[Value],
-        outs: Sequence[Placement | None],
-        *,
-        loop: bool,
-    ) -> tuple[Schedule, list[Problem]]:
-        if k not in self.region.bodies:
-            return super()._body(k, i, ins, outs, loop=loop)
-        kept = _carried(self.program.ops[k], i)
-        decider = self._inner(k, i, outs, kept)
-        inner = [Value(v.placement, leaf=v.leaf) for v in ins]
-        return decider.run(inner), decider.problems
+    def _inner(self, k: int, i: int, outs: Sequence[Placement | None], *, loop: bool) -> Decider:
+        reached = k in self.region.bodies
+        return self._reaching(k, i, outs) if reached else super()._inner(k, i, outs, loop=loop)
 
-    def _inner(
+    def _reaching(
         self,
         k: int,
         i: int,
         outs: Sequence[Placement | None],
-        kept: Sequence[tuple[int, int]],
         open_outputs: frozenset[int] = frozenset(),
     ) -> _StepDecider:
+        """The decider of a body that the update may reach into."""
         return _StepDecider(
             self.propagation.bodies[k][i],
             self.facts.bodies[k][i],
             self.region.bodies[k][i],
             outs,
-            kept,
+            carries(self.program.ops[k])[i],
             self.style,
             open_outputs=open_outputs,
         )
@@ -521,7 +509,7 @@ class _StepDecider(Decider):
             outs = [*(v.placement for v in start[n_const:first_x])]
             outs += [None] * (len(op.outs) - n_carry)
             open_outputs = frozenset({*(i - n_const for i in open_sums), *ys})
-            decider = self._inner(k, 0, outs, _carried(op, 0), open_outputs)
+            decider = self._reaching(k, 0, outs, open_outputs)
             schedule = decider.run(start)
             final = {i: decider.final[i - n_const] for i in open_sums}
             closed = {i for i, value in final.items() if value.partial is None}
@@ -623,24 +611,13 @@ def _pseudo(op: Op, primitive: Identity | RandomTile | Times) -> Op:
     return Op(primitive, {}, op.ins[:1], op.outs[:1], (), op.source_infos)
 
 
-def _carried(op: Op, body: int) -> list[tuple[int, int]]:
-    """Positions of what goes round a loop, among the inputs and the outputs of a body."""
-    if op.name == "scan":
-        first = op.params["num_consts"]
-        return [(first + i, i) for i in range(op.params["num_carry"])]
-    if op.name == "while" and body == 1:
-        first = op.params["body_nconsts"]
-        return [(first + i, i) for i in range(len(op.outs))]
-    return []
-
-
 def _accumulates(body: Program, carry_in: int, carry_out: int) -> bool:
     """Whether a loop only adds to the value that it carries."""
     v, out = body.inputs[carry_in], body.outputs[carry_out]
     readers = [op for op in body.ops if v in op.ins]
     return (
         len(readers) == 1
-        and readers[0].name in _ADDS
+        and readers[0].name in ADDS
         and readers[0].outs == (out,)
         and readers[0].ins.count(v) == 1
         and body.outputs.count(v) == 0

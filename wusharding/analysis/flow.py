@@ -39,14 +39,20 @@ def control_links(op: Op) -> list[list[tuple[int, int, int]]]:
     ]
 
 
+def carries(op: Op) -> list[list[tuple[int, int]]]:
+    """What goes round a loop: for each body, its positions among the inputs and the outputs."""
+    if op.name == "scan":
+        start = op.params["num_consts"]
+        return [[(start + i, i) for i in range(op.params["num_carry"])]]
+    if op.name == "while":
+        start = op.params["body_nconsts"]
+        return [[], [(start + i, i) for i in range(len(op.outs))]]
+    return [[] for _ in op.subs]
+
+
 def body_ties(op: Op) -> list[list[tuple[int, int]]]:
     """Values of a body that go round its loop."""
-    if op.name == "scan":
-        (body,) = op.subs
-        start, n = op.params["num_consts"], op.params["num_carry"]
-        return [list(zip(body.inputs[start : start + n], body.outputs[:n], strict=True))]
-    if op.name == "while":
-        body = op.subs[1]
-        start = op.params["body_nconsts"]
-        return [[], list(zip(body.inputs[start:], body.outputs, strict=True))]
-    return [[] for _ in op.subs]
+    return [
+        [(body.inputs[i], body.outputs[o]) for i, o in kept]
+        for body, kept in zip(op.subs, carries(op), strict=True)
+    ]

@@ -45,10 +45,21 @@ class LeafPlan:
     why: str
 
 
+@dataclasses.dataclass(frozen=True)
 class Explained:
-    """What every kind of plan has and says in the same way; subclasses are dataclasses.
+    """What every kind of plan has and says in the same way.
 
-    `_totals` names the properties that stand in the JSON beside the fields.
+    `print(plan)` explains it; `plan.to_json()` is the same as data, with the properties that
+    `_totals` names.
+
+    Args:
+      num_shards: N.
+      num_replicas: replicas that hold the same weights; more than N with a subgroup.
+      axes: mesh axes that are sharded over.
+      state: one entry an array of auxiliary state, masters included.
+      traffic: collectives of one sharded step.
+      whole: operations that needed a split value whole, with their source lines.
+      owned: matrix jobs that one replica does for all: their number, and that of the replicas.
     """
 
     num_shards: int
@@ -56,6 +67,7 @@ class Explained:
     axes: tuple[str, ...]
     state: tuple[LeafPlan, ...]
     traffic: tuple[Traffic, ...]
+    whole: tuple[Problem, ...]
     owned: tuple[int, int]
     _totals: ClassVar[tuple[str, ...]]
 
@@ -72,8 +84,7 @@ class Explained:
     def to_json(self) -> str:
         """The plan as JSON, totals included."""
         totals = {name: getattr(self, name) for name in self._totals}
-        fields = dataclasses.asdict(self)  # pyright: ignore[reportArgumentType]
-        return json.dumps(fields | totals, indent=2, default=str)
+        return json.dumps(dataclasses.asdict(self) | totals, indent=2, default=str)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -87,39 +98,29 @@ class Explained:
         )
         return f"Weight update sharded {self.num_shards} ways over {', '.join(self.axes)}{replicas}"
 
-    def _owned_lines(self) -> list[str]:
-        jobs, owners = self.owned
-        if not jobs:
-            return []
-        return ["", f"Matrix work: {jobs} jobs, each done once, shared by {owners} replicas"]
+    def _last_lines(self, when: str) -> list[str]:
+        lines, (jobs, owners) = [], self.owned
+        if jobs:
+            lines += ["", f"Matrix work: {jobs} jobs, each done once, shared by {owners} replicas"]
+        if self.whole:
+            lines += ["", f"Gathered{when}, because an operation could not run on the pieces"]
+            lines += problem_lines(self.whole)
+        return lines
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Explained):
     """What is sharded, how, what it saves and moves, and what is not and why.
 
-    `print(plan)` explains it; `plan.to_json()` is the same as data.
+    Its `traffic` is that of a step whose gradients arrive local or unreduced; `Explained` has the
+    fields that every plan has.
 
     Args:
-      num_shards: N.
-      num_replicas: replicas that hold the same weights; more than N with a subgroup.
-      axes: mesh axes that are sharded over.
       params: one entry a weight.
-      state: one entry an array of auxiliary state, masters included.
-      traffic: collectives of one step whose gradients arrive local or unreduced.
-      whole: operations that needed a split value whole, with their source lines.
-      owned: matrix jobs that one replica does for all: their number, and that of the replicas.
       reduced_hint: what is different for gradients that arrive already reduced.
     """
 
-    num_shards: int
-    num_replicas: int
-    axes: tuple[str, ...]
     params: tuple[LeafPlan, ...]
-    state: tuple[LeafPlan, ...]
-    traffic: tuple[Traffic, ...]
-    whole: tuple[Problem, ...]
-    owned: tuple[int, int]
     reduced_hint: str
 
     _totals = ("state_bytes", "held_bytes", "replicated_bytes", "storage_factor")
@@ -147,14 +148,7 @@ class Plan(Explained):
         lines += ["", "Collectives of a step (bytes that one device puts in)"]
         lines += traffic_lines(self.traffic)
         lines += [f"  {self.reduced_hint}"]
-        lines += self._owned_lines()
-        if self.whole:
-            lines += [
-                "",
-                "Gathered during the update, because an operation could not run on the pieces",
-            ]
-            lines += problem_lines(self.whole)
-        return lines
+        return lines + self._last_lines(" during the update")
 
 
 def make_plan(
@@ -182,7 +176,6 @@ def make_plan(
     masters = tuple(
         dataclasses.replace(leaf, path=f".master{leaf.path}") for leaf in layout.master_leaves()
     )
-    jobs = [j for s in steps_of(schedule) if isinstance(s, OwnedStage) for j in s.jobs]
     return Plan(
         num_shards=replicas.num_shards,
         num_replicas=replicas.num_replicas,
@@ -200,7 +193,7 @@ def make_plan(
             )
         ),
         whole=tuple(problems),
-        owned=(len(jobs), len({j.owner for j in jobs})),
+        owned=owned_jobs(schedule),
         reduced_hint=(
             "gradients arrive reduced: each device slices its share, without a collective"
             if reduced
@@ -208,6 +201,12 @@ def make_plan(
             "sliced instead, without a reduce-scatter"
         ),
     )
+
+
+def owned_jobs(schedule: Schedule) -> tuple[int, int]:
+    """The number of matrix jobs, and of the replicas that do them."""
+    jobs = [j for s in steps_of(schedule) if isinstance(s, OwnedStage) for j in s.jobs]
+    return len(jobs), len({j.owner for j in jobs})
 
 
 def leaf_plan(leaf: Leaf, replicas: Replicas) -> LeafPlan:

@@ -7,9 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 import jax.numpy as jnp
 
-from wusharding.analysis.assign import hint_weights
+from wusharding.analysis.assign import hint_arrays
 from wusharding.analysis.decide import Value
 from wusharding.analysis.decide_step import Style, decide_step
+from wusharding.analysis.flow import body_ties, control_links
 from wusharding.analysis.placement import Placement, Replicas, spec_tiles
 from wusharding.analysis.propagate import Propagation
 from wusharding.analysis.replication import Facts, Spread, analyse
@@ -46,27 +47,18 @@ def _hint_gradients(
         op = program.ops[k]
         for i, inside in enumerate(regions):
             body = facts.bodies[k][i]
-            inner = _pairs_inside(op, i, body.program, {old: weight for old, _, weight in pairs})
+            inner = _pairs_inside(op, i, {old: weight for old, _, weight in pairs})
             changed |= _hint_gradients(propagation.bodies[k][i], body, inside, inner, params)
     return changed
 
 
-def _pairs_inside(
-    op: Op, body: int, program: Program, weights: Mapping[int, int]
-) -> list[tuple[int, int, int]]:
-    """Old and new weights in the body of a loop that carries weights."""
-    if op.name == "scan":
-        first, skipped, carries = op.params["num_consts"], 0, op.params["num_carry"]
-    elif op.name == "while" and body == 1:
-        first, skipped = op.params["body_nconsts"], op.params["cond_nconsts"]
-        carries = len(program.outputs)
-    else:
-        return []
-    carried = zip(program.inputs[first : first + carries], program.outputs, strict=False)
+def _pairs_inside(op: Op, body: int, weights: Mapping[int, int]) -> list[tuple[int, int, int]]:
+    """Old and new weights in the body of a loop that carries weights, with their numbers."""
+    outside = {inner: outer for outer, inner, _ in reversed(control_links(op)[body])}
     return [
-        (old, new, weights[op.ins[skipped + first + i]])
-        for i, (old, new) in enumerate(carried)
-        if op.ins[skipped + first + i] in weights
+        (old, new, weights[outside[old]])
+        for old, new in body_ties(op)[body]
+        if outside[old] in weights
     ]
 
 
@@ -124,13 +116,9 @@ class StepUpdate:
     def propagate(
         self, shared: Propagation, params: Sequence[Placement], state: Mapping[int, Placement]
     ) -> Propagation:
-        own_state = self.state
-        ties = zip((*own_state, *self.params), (*self.new_state, *self.new_params), strict=True)
+        ties = zip((*self.state, *self.params), (*self.new_state, *self.new_params), strict=True)
         propagation = shared.fresh(ties)
-        hint_weights(propagation.hints, self.program, self.params, self.new_params, params)
-        for i, p in state.items():
-            if not p.is_replicated:
-                propagation.hints[own_state[i]] = p
+        hint_arrays(propagation.hints, self, params, state)
         propagation.run()
         pairs = zip(self.params, self.new_params, strict=True)
         numbered = [(a, b, i) for i, (a, b) in enumerate(pairs)]

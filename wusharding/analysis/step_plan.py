@@ -15,17 +15,11 @@ from wusharding.analysis.plan import (
     bytes_text,
     leaf_lines,
     leaf_plan,
-    problem_lines,
+    owned_jobs,
     traffic_lines,
 )
 from wusharding.analysis.replication import SUMS, Facts
-from wusharding.analysis.schedule import (
-    Compute,
-    OwnedStage,
-    Problem,
-    Schedule,
-    steps_of,
-)
+from wusharding.analysis.schedule import Compute, Problem, Schedule, steps_of
 from wusharding.analysis.step import StepUpdate
 from wusharding.analysis.sums import Sums
 from wusharding.analysis.traffic import Traffic, traffic_of
@@ -36,33 +30,20 @@ from wusharding.formats.buckets import BucketSizes
 class StepPlan(Explained):
     """What is sharded in a train step, what it saves and moves, and what is not and why.
 
-    `print(plan)` explains it; `plan.to_json()` is the same as data.
+    Its `state` are the arrays that go round and that the forward pass does not read; `Explained`
+    has the fields that every plan has.
 
     Args:
-      num_shards: N.
-      num_replicas: replicas that hold the same weights; more than N with a subgroup.
-      axes: mesh axes that are sharded over.
       weights: arrays that go round and that the forward pass reads.
-      state: arrays that go round and that it does not read.
       update_ops: operations of the update, and how many of them run on shards.
       before: sums over replicas in the step as it is written.
-      traffic: collectives of the sharded step.
-      whole: operations that needed a split value whole, with their source lines.
-      owned: matrix jobs that one replica does for all: their number, and that of the replicas.
       findings: faults of the step as written that cost money; those that cost most first.
       updates: the weights again, as each device updates its share of them.
     """
 
-    num_shards: int
-    num_replicas: int
-    axes: tuple[str, ...]
     weights: tuple[LeafPlan, ...]
-    state: tuple[LeafPlan, ...]
     update_ops: tuple[int, int]
     before: tuple[Traffic, ...]
-    traffic: tuple[Traffic, ...]
-    whole: tuple[Problem, ...]
-    owned: tuple[int, int]
     findings: tuple[Finding, ...] = ()
     updates: tuple[LeafPlan, ...] = ()
 
@@ -101,12 +82,8 @@ class StepPlan(Explained):
         lines += traffic_lines(self.before)
         lines += ["", "Collectives of the sharded step"]
         lines += traffic_lines(self.traffic)
-        lines += self._owned_lines()
-        if self.whole:
-            lines += ["", "Gathered, because an operation could not run on the pieces"]
-            lines += problem_lines(self.whole)
-        lines += ["", "Findings"] + finding_lines(self.findings)
-        return lines
+        lines += self._last_lines("")
+        return [*lines, "", "Findings", *finding_lines(self.findings)]
 
 
 def make_step_plan(
@@ -134,7 +111,6 @@ def make_step_plan(
       splits: how the update of each weight is split.
     """
     steps = steps_of(schedule)
-    jobs = [j for s in steps if isinstance(s, OwnedStage) for j in s.jobs]
     found = {id(op) for op in update.region.update(update.program)}
     split = sum(1 for s in steps if isinstance(s, Compute) and id(s.op) in found and s.split)
     return StepPlan(
@@ -147,7 +123,7 @@ def make_step_plan(
         before=tuple(sums_as_written(update.facts, replicas)),
         traffic=tuple(traffic_of(schedule, replicas, buckets)),
         whole=tuple(problems),
-        owned=(len(jobs), len({j.owner for j in jobs})),
+        owned=owned_jobs(schedule),
         findings=find_faults(update, ins, outs, schedule, replicas, donated),
         updates=tuple(
             leaf_plan(dataclasses.replace(ins[i], placement=p, lanes=None), replicas)

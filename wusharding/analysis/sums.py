@@ -16,10 +16,9 @@ from wusharding.analysis.placement import Replicas
 from wusharding.analysis.replication import SUMS, Facts, collective_axes
 from wusharding.analysis.rules import RULES
 from wusharding.analysis.sum_dtypes import is_narrower
-from wusharding.analysis.update import sums_replicas
+from wusharding.analysis.update import ADDS, sums_replicas
 from wusharding.jaxprs import CROSSINGS, Op
 
-_ADDS = ("add", "add_any")
 _PASSING = ("copy", "optimization_barrier", *CROSSINGS)
 _NO_ORIGINS: Mapping[int, Origin] = {}
 
@@ -92,7 +91,7 @@ class Sums:
         op = self._made_by.get(chain[-1])
         if op is None:
             return []
-        if op.name in _ADDS:
+        if op.name in ADDS:
             return [(s, [*chain, *way]) for u in op.ins for s, way in self.ending_in(u)]
         return [(op, chain)] if self.is_sum(self._positions[id(op)]) else []
 
@@ -102,7 +101,7 @@ class Sums:
         v, out = program.inputs[carry_in], program.outputs[carry_out]
         readers = [op for op in program.ops if v in op.ins]
         op = self._made_by.get(self._unpassed(out))
-        if len(readers) != 1 or op is None or op.name not in _ADDS or v in program.outputs:
+        if len(readers) != 1 or op is None or op.name not in ADDS or v in program.outputs:
             return []
         for mine, other in (op.ins, op.ins[::-1]):
             if self._unpassed(mine) == v:

@@ -16,12 +16,14 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from wusharding.analysis.fit import tiles_of, try_fit
-from wusharding.analysis.flow import control_links
+from wusharding.analysis.flow import body_ties, control_links
 from wusharding.analysis.placement import Placement, Replicas
 from wusharding.analysis.replication import SUMS, Facts, is_collective
 from wusharding.analysis.rules import RULES
 from wusharding.analysis.rules.base import factors_of
 from wusharding.jaxprs import CROSSINGS, Op, Program
+
+ADDS = ("add", "add_any")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,8 @@ def find_region(facts: Facts, kept: Sequence[int]) -> Region:
             forward.add(k)
             if op.subs and not _one_sided(k, op, facts):
                 bodies[k] = tuple(
-                    find_region(body, _kept(body.program, op)) for body in facts.bodies[k]
+                    find_region(body, [new for _, new in ties])
+                    for body, ties in zip(facts.bodies[k], body_ties(op), strict=True)
                 )
                 whole.update(_read_whole(op, bodies[k]))
             elif not _hands_out(op, facts):
@@ -108,15 +111,6 @@ def _one_sided(k: int, op: Op, facts: Facts) -> bool:
         test = facts.bodies[k][0]
         return bool(test.varies(test.program.outputs[0]))
     return op.name == "cond" and bool(facts.varies(op.ins[0]))
-
-
-def _kept(body: Program, op: Op) -> Sequence[int]:
-    """Values of a loop's body that go round."""
-    if op.name == "scan":
-        return body.outputs[: op.params["num_carry"]]
-    if op.name == "while":
-        return body.outputs if body is op.subs[1] else ()
-    return ()
 
 
 def _read_whole(op: Op, regions: Sequence[Region]) -> set[int]:
