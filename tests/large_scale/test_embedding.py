@@ -10,6 +10,8 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import wusharding as wus
+from large_scale.hlo import collectives
 from tests.large_scale import megatron, training
 from tests.runs import groups_of, mesh_of
 
@@ -82,3 +84,59 @@ def test_rows_split_by_the_compiler():
     for c in found.collectives:
         if groups_of(c) == training.along(mesh, "model"):
             assert c.result_bytes < min(logits, table)
+
+
+@pytest.mark.parametrize("shape", [{"data": 4, "model": 2}, {"data": 2, "model": 4}])
+def test_a_whole_step_finds_rows_where_they_lie(shape):
+    """Nothing says how, and what moves along `model` is what moves where it is written by hand."""
+    mesh = mesh_of(shape, auto=True)
+    found = training.by_step(loss, weights(), SPECS, batches(), P("data"), optimizer(), mesh)
+    assert found.error(reference()) <= 1e-5
+    moved = [c for c in found.collectives if groups_of(c) == training.along(mesh, "model")]
+    assert {c.kind for c in moved} == {"all-reduce"}
+    numbers = BATCH // shape["data"] * LENGTH
+    assert sum(c.operand_bytes for c in moved) == 4 * numbers * (2 * WIDTH + 2)
+
+
+@pytest.mark.parametrize("mode", ["clip", "fill", "promise_in_bounds"])
+def test_rows_that_there_are_not_are_what_the_whole_array_gives(mode):
+    """Looked up in the table, in its products and in a table of integers; and what comes back."""
+    mesh = mesh_of({"data": 4, "model": 2}, auto=True)
+    optimizer = optax.sgd(0.1, momentum=0.9)
+
+    def step(params, state, ranks, ids):
+        def loss(params):
+            x = params["rows"].at[ids].get(mode=mode)
+            odds = jax.nn.log_softmax(jnp.nan_to_num(x, nan=0.5) @ params["rows"].T)
+            own = ids % VOCAB
+            picked = jnp.take_along_axis(odds, own[..., None], -1, mode=mode)
+            return jnp.sum(jnp.where(jnp.isnan(x), 3.0, x) ** 2) / 100 - jnp.mean(picked)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(grads, state, params)
+        found = ranks.at[ids].get(mode=mode)
+        return optax.apply_updates(params, updates), state, value, jnp.sum(found % 1000)
+
+    ids = np.random.default_rng(9).integers(0, VOCAB, (BATCH, LENGTH))
+    if mode != "promise_in_bounds":
+        ids[0], ids[-1] = VOCAB, VOCAB + 77
+        ids[1] = -VOCAB - 5
+    params, ranks = {"rows": weights()["rows"]}, np.arange(VOCAB, dtype=np.int32) ** 2
+    rest = (ranks, ids.astype(np.int32))
+    wanted = (params, optimizer.init(params), *rest)
+    split = training.placed(params, {"rows": P("model")}, mesh)
+    split_rest = training.placed(rest, (P("model"), P("data")), mesh)
+    found = (split, optimizer.init(split), *split_rest)
+    sharded = wus.shard_step(step, mesh=mesh)
+    for _ in range(3):
+        *kept, value, ranked = jax.jit(step)(*wanted)
+        wanted = (*kept, *rest)
+        *kept, sharded_value, sharded_ranked = sharded(*found)
+        found = (*kept, *split_rest)
+        np.testing.assert_allclose(sharded_value, value, rtol=1e-5)
+        assert sharded_ranked == ranked
+    np.testing.assert_allclose(found[0]["rows"], wanted[0]["rows"], rtol=1e-4, atol=1e-6)
+    largest = 4 * VOCAB * WIDTH
+    for c in collectives(sharded.lower(*found).compile().as_text()):
+        if groups_of(c) == training.along(mesh, "model"):
+            assert c.kind == "all-reduce" and c.operand_bytes < largest

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from wusharding.analysis.constraints import constrained_tiles
 from wusharding.analysis.decide import Case, Decider, Value
-from wusharding.analysis.fit import tiles_of, tiles_of_result
+from wusharding.analysis.fit import tiles_of, tiles_of_result, try_fit
 from wusharding.analysis.flow import carries
 from wusharding.analysis.placement import Placement, Tiles, replicated, spec_tiles
 from wusharding.analysis.propagate import Propagation
@@ -40,10 +40,13 @@ from wusharding.analysis.update import (
 )
 from wusharding.jaxprs import (
     CROSSINGS,
+    LOOKUP_MODES,
     Identity,
+    LookupInTile,
     Op,
     Program,
     RandomTile,
+    RowTile,
     ScatterIntoZeros,
     Times,
     Zeros,
@@ -285,6 +288,8 @@ class _StepDecider(Decider):
         ins = [self._placed(v, self.values[v].placement.without_span(), "") for v in ins]
         if op.name == "scatter-add" and self._scattered_sum(op, ins):
             return True
+        if op.name == "gather" and self._looked_up(k, op, ins):
+            return True
         want = self.facts.tileable.get(k)
         if want is not None and self._on_tile(op, rule, factors, ins, want):
             return True
@@ -315,14 +320,55 @@ class _StepDecider(Decider):
         self.steps.append(Compute(op, (v,), (out,)))
         return True
 
+    def _looked_up(self, k: int, op: Op, ins: list[int]) -> bool:
+        """Single rows of an array that a model axis splits: each device gives those that it holds.
+
+        Source: the embedding of Megatron-LM (arXiv 1909.08053), section 3.
+        """
+        table, indices = (self.values[v].placement for v in ins)
+        numbers, mode = op.params["dimension_numbers"], op.params["mode"]
+        if len(numbers.start_index_map) != 1 or mode not in LOOKUP_MODES:
+            return False
+        (dim,) = numbers.start_index_map
+        axes, aval = table.tiles[dim], self.avals[ins[0]]
+        if not axes or op.params["slice_sizes"][dim] != 1 or not self.replica_axes.isdisjoint(axes):
+            return False
+        rule, factors = RULES[op.name], self.propagation.factors[k]
+        if factors is None or not jnp.issubdtype(aval.dtype, jnp.number):
+            return False
+        others = _with_tile(table, dim, ())
+        tiles = tiles_of(factors, [others, indices], self.replicas)
+        fit = try_fit(factors, tiles, None, self.replicas)
+        if fit is None or fit.partial or any(set(axes) & set(t) for t in tiles.values()):
+            return False
+        fit = fit._replace(
+            ins=(_with_tile(fit.ins[0], dim, axes), fit.ins[1]), partial="sum", partial_axes=axes
+        )
+        lookup = LookupInTile(op.primitive, self._row_tile(dim, aval.shape, axes))
+        self._compute(dataclasses.replace(op, primitive=lookup), rule, fit, ins, uniform=False)
+        return True
+
+    def _row_tile(self, dim: int, shape: tuple[int, ...], axes: tuple[str, ...]) -> RowTile:
+        return RowTile(dim, shape[dim], axes, self.replicas.size(axes))
+
     def _scattered_sum(self, op: Op, ins: Sequence[int]) -> bool:
-        """Tiles added up into zeros, as the gradient of an embedding is: a sum over replicas."""
+        """Tiles added up into zeros, as the gradient of an embedding is: a sum over replicas.
+
+        Of rows that a model axis splits each device makes its own.
+        """
         _, indices, updates = ins
+        (out,) = op.outs
+        aval = self.avals[out]
         tiles = self.values[updates].placement.tiles
         numbers = op.params["dimension_numbers"]
         free = [d for d in range(len(tiles)) if d not in numbers.update_window_dims]
         used = [d for d, axes in enumerate(tiles) if axes]
-        if not used or not set(used) <= set(free) or not self._is_zeros(op.ins[0]):
+        placement, tile = replicated(len(aval.shape)), self._wanted_rows(op)
+        if tile is not None and set(tile.axes).isdisjoint(a for d in used for a in tiles[d]):
+            placement = _with_tile(placement, tile.dim, tile.axes)
+        else:
+            tile = None
+        if not (used or tile) or not set(used) <= set(free) or not self._is_zeros(op.ins[0]):
             return False
         if numbers.scatter_indices_batching_dims:
             return False
@@ -331,17 +377,30 @@ class _StepDecider(Decider):
             return False
         why = f"{op.name} splits it otherwise"
         moved = (self._placed(indices, of_indices, why, op), updates)
-        (out,) = op.outs
-        aval = self.avals[out]
         axes = tuple(a for d in used for a in tiles[d])
-        self.values[out] = Value(replicated(len(aval.shape)), "sum", axes)
-        primitive = ScatterIntoZeros(op.primitive, aval.shape, aval.dtype)
+        self.values[out] = Value(placement, "sum" if axes else None, axes)
+        shape = placement.tile_shape(aval.shape, self.replicas)
+        primitive = ScatterIntoZeros(op.primitive, shape, aval.dtype, tile)
         self.steps.append(
             Compute(
                 Op(primitive, op.params, op.ins[1:], op.outs, (), op.source_infos), moved, (out,)
             )
         )
         return True
+
+    def _wanted_rows(self, op: Op) -> RowTile | None:
+        """The rows of a scatter's result that a model axis leaves to this device."""
+        numbers, (out,) = op.params["dimension_numbers"], op.outs
+        hint, indexed = self._wanted(out), numbers.scatter_dims_to_operand_dims
+        if hint is None or len(indexed) != 1 or indexed[0] not in numbers.inserted_window_dims:
+            return None
+        (dim,) = indexed
+        axes, shape = hint.tiles[dim], self.avals[out].shape
+        if not axes or op.params["mode"] not in LOOKUP_MODES:
+            return None
+        if not self.replica_axes.isdisjoint(axes) or shape[dim] % self.replicas.size(axes):
+            return None
+        return self._row_tile(dim, shape, axes)
 
     def _wanted(self, v: int) -> Placement | None:
         return None if v in self.region.whole else self.hints.get(v)
@@ -622,3 +681,9 @@ def _accumulates(body: Program, carry_in: int, carry_out: int) -> bool:
         and readers[0].ins.count(v) == 1
         and body.outputs.count(v) == 0
     )
+
+
+def _with_tile(placement: Placement, dim: int, axes: tuple[str, ...]) -> Placement:
+    """The same with one dim split over other axes; what the tiles leave is whole."""
+    tiles = placement.tiles
+    return Placement((*tiles[:dim], axes, *tiles[dim + 1 :]))

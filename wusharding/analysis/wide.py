@@ -12,14 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jax.lax import GatherScatterMode
-
 from wusharding.analysis.placement import Placement, Replicas
 from wusharding.analysis.rules import RULES, Factors
 from wusharding.analysis.rules.base import DimFactors, Reduction, same_dims, sizes_of
 from wusharding.analysis.rules.shapes import same_free
 from wusharding.analysis.schedule import Communicate, Compute, Move, Schedule
-from wusharding.jaxprs import Aval, Identity, Op, ScatterIntoZeros
+from wusharding.jaxprs import LOOKUP_MODES, Aval, Identity, Op, ScatterIntoZeros
 
 _MOST = 64  # one row of padding in so many: what reads it is computed for padding too
 _MADE = ("broadcast_in_dim", "iota", "scatter_into_zeros")  # of any length, at no cost
@@ -238,6 +236,8 @@ class _Search:
             same = same_dims(len(outs[0].shape))
             return _Known(step, Factors((same,), (same,), sizes_of(outs[0])), frozenset())
         if isinstance(op.primitive, ScatterIntoZeros):
+            if op.primitive.tile is not None:
+                return None
             sizes = sizes_of(outs[0])
             labels = tuple(same_free(a, sizes) for a in ins)
             factors = Factors(labels, (same_dims(len(outs[0].shape)),), sizes)
@@ -259,11 +259,7 @@ def _growing(op: Op) -> frozenset[int]:
 def _written_singly(op: Op) -> frozenset[int]:
     """Dims of a scatter's operand to which its indices say where single elements go."""
     numbers, mode = op.params["dimension_numbers"], op.params["mode"]
-    if mode not in (
-        GatherScatterMode.CLIP,
-        GatherScatterMode.FILL_OR_DROP,
-        GatherScatterMode.PROMISE_IN_BOUNDS,
-    ):
+    if mode not in LOOKUP_MODES:
         return frozenset()
     inserted = frozenset(numbers.inserted_window_dims)
     return inserted & frozenset(numbers.scatter_dims_to_operand_dims)
