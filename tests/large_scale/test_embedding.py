@@ -90,7 +90,9 @@ def test_rows_split_by_the_compiler():
 def test_a_whole_step_finds_rows_where_they_lie(shape):
     """Nothing says how, and what moves along `model` is what moves where it is written by hand."""
     mesh = mesh_of(shape, auto=True)
-    found = training.by_step(loss, weights(), SPECS, batches(), P("data"), optimizer(), mesh)
+    found = training.Setup(
+        loss, weights(), SPECS, batches(), P("data"), optimizer(), mesh
+    ).by_step()
     assert found.error(reference()) <= 1e-5
     moved = [c for c in found.collectives if groups_of(c) == training.along(mesh, "model")]
     assert {c.kind for c in moved} == {"all-reduce"}
