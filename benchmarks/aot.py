@@ -2,6 +2,7 @@
 
     python -m benchmarks.aot                      # all cases; hours on two cores
     python -m benchmarks.aot --case "v5e:16x16 resnet50 lars"
+    python -m benchmarks.aot --compare ours,ours-split   # again; what is kept of the others stays
     python -m benchmarks.aot --table              # only the table, from what is kept
     python -m benchmarks.aot --update-only        # of the update alone, without the model
 
@@ -16,9 +17,12 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
+
+from large_scale.programs import VARIANTS
+from large_scale.steps import STEPS
 
 DOCS = Path(__file__).parents[1] / "docs"
 TOPOLOGIES = (
@@ -39,6 +43,7 @@ Reports = dict[str, dict[str, Any]]
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--case", action="append", choices=CASES, help="default: all")
+    parser.add_argument("--compare", help="compile only these variants, as in `large-scale aot`")
     parser.add_argument("--update-only", action="store_true", help="no forward, no backward pass")
     parser.add_argument("--table", action="store_true", help="compile nothing")
     parser.add_argument("--docs", type=Path, default=DOCS)
@@ -49,22 +54,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     for case in [] if args.table else args.case or CASES:
         print(case, flush=True)
         try:
-            found[case] = compiled(case, update_only=args.update_only)
+            new = compiled(case, args.compare, update_only=args.update_only)
         except subprocess.CalledProcessError as e:
             print(f"{case}: {e}; the next one follows", file=sys.stderr)
             continue
+        found[case] = merged(found.get(case, {}), new, VARIANTS if args.update_only else STEPS)
         ordered = {c: found[c] for c in CASES if c in found}
         kept.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
     if found:
         (args.docs / f"{name}_table.md").write_text(table(found), encoding="utf-8")
 
 
-def compiled(case: str, *, update_only: bool = False) -> Reports:
+def merged(kept: Reports, new: Reports, order: Collection[str]) -> Reports:
+    """Reports of one case by variant: new ones take the place of older ones.
+
+    >>> list(merged({"ours": {}, "replicated": {}}, {"zero1": {}}, ("replicated", "zero1", "ours")))
+    ['replicated', 'zero1', 'ours']
+    """
+    both = kept | new
+    return {variant: both[variant] for variant in order if variant in both}
+
+
+def compiled(case: str, compare: str | None = None, *, update_only: bool = False) -> Reports:
     """The reports of one case, from a process of its own, whose memory is given back."""
     topology, model, optimizer = case.split()
     command = [sys.executable, "-m", "large_scale.cli", "aot", "--topology", topology]
     command += ["--model", model, "--optimizer", optimizer, "--json", "/dev/stdout", "--quiet"]
     command += ["--update-only"] if update_only else []
+    command += ["--compare", compare] if compare else []
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if not done.stdout:  # a step that does not fit fails too, and is in the reports
         done.check_returncode()
@@ -87,7 +104,7 @@ def table(found: dict[str, Reports]) -> str:
         if case not in found:
             continue
         topology, model, optimizer = case.split()
-        reports = [found[case][v] for v in (first, *others)]
+        reports = [found[case].get(v, {"name": v}) for v in (first, *others)]
         update = [_update_cycles(r) for r in reports]
         lines.append(
             [
@@ -125,6 +142,8 @@ def _against(values: Sequence[float | None], unit: float, name: str, digits: int
 def _largest(report: dict[str, Any]) -> str:
     if "does_not_fit" in report:
         return "does not fit"
+    if "collectives" not in report:
+        return "-"
     sizes = [c["largest_operand_bytes"] for c in report["collectives"] if c["kind"] == "all-reduce"]
     return f"{max(sizes, default=0) / 2**20:.2f} MiB"
 
