@@ -345,11 +345,9 @@ class Decider:
         """Runs a linear operation on the parts of a sum, if its other operands allow that."""
         values = [self.values[v] for v in op.ins]
         partial = tuple(i for i, v in enumerate(values) if v.partial)
-        first = values[partial[0]]
-        alike = all(
-            values[i].partial == "sum"
-            and jnp.issubdtype(self.avals[op.ins[i]].dtype, jnp.inexact)
-            and values[i].partial_axes == first.partial_axes
+        axes = {values[i].partial_axes for i in partial} - {()}
+        alike = len(axes) == 1 and all(
+            values[i].partial == "sum" and jnp.issubdtype(self.avals[op.ins[i]].dtype, jnp.inexact)
             for i in partial
         )
         free = isinstance(op.primitive, Identity) or self.deferred.issuperset(op.outs)
@@ -365,9 +363,10 @@ class Decider:
             self._compute(op, rule, fit, list(op.ins), uniform=False)
         else:
             self._replicated(op, op.ins)
+        (over,), leaf = axes, values[partial[0]].leaf
         for out in op.outs:
             self.values[out] = self.values[out]._replace(
-                partial="sum", partial_axes=first.partial_axes, leaf=first.leaf
+                partial="sum", partial_axes=over, leaf=leaf
             )
         return True
 
@@ -437,7 +436,7 @@ class Decider:
             hint is not None
             and hint.span is not None
             and value.partial == "sum"
-            and set(self.replicas.shard_axes) <= set(value.partial_axes)
+            and not set(self.replicas.reduce_axes).isdisjoint(value.partial_axes)
             and hint.tiles == after.tiles
             and after.span is None
         ):
@@ -462,7 +461,7 @@ class Decider:
             part = self._move("reduce", v, tiles, value.partial, over)
         else:
             part = self._move("slice", v, tiles)
-        partial = value.partial if rest else None
+        partial = None if over and not rest else value.partial
         self.values[part] = value._replace(placement=tiles, partial=partial, partial_axes=rest)
         return part
 
@@ -516,6 +515,10 @@ class Decider:
             value = self.values[v]
             dest = self._fresh(v, Value(after, depth=value.depth, leaf=value.leaf))
             self.moved[key] = dest
+            sums = OWN
+            if kind == "reduce" and after.span:
+                equal = tuple(a for a in self.replicas.shard_axes if a not in axes)
+                sums = self.sum_dtypes.equal_along(equal)
             self.steps.append(
                 Move(
                     kind,  # type: ignore[arg-type]
@@ -527,7 +530,7 @@ class Decider:
                     reduction,
                     axes,
                     planned,
-                    self.sum_dtypes if kind == "reduce" and after.span else OWN,
+                    sums,
                 )
             )
         return self.moved[key]
@@ -862,13 +865,24 @@ def _order(steps: list[Step], ready: set[int]) -> list[Step]:
             done(steps[heapq.heappop(local)])
         elif moves or patient:
             queued = moves or patient
-            batch = tuple(steps[k] for k in queued)
+            batch = [steps[k] for k in queued]
             queued.clear()
-            done(Communicate(batch))  # type: ignore[arg-type]
+            for together in _travelling_alike(batch):  # type: ignore[arg-type]
+                done(Communicate(together))
         else:
             done(steps[heapq.heappop(stages)])
     assert not any(missing), "the steps of an update depend on each other in a circle"
     return ordered
+
+
+def _travelling_alike(moves: Sequence[Move]) -> list[tuple[Move, ...]]:
+    """Moves that may share collectives: sums that travel otherwise than the first ones go alone."""
+    kinds = dict.fromkeys(m.sums for m in moves if m.kind == "reduce" and m.after.span is not None)
+    later = list(kinds)[1:]
+    return [
+        tuple(m for m in moves if m.sums not in later),
+        *(tuple(m for m in moves if m.sums == sums) for sums in later),
+    ]
 
 
 def _assign_owners(jobs: list[Job], num_shards: int) -> None:

@@ -559,7 +559,8 @@ class _StepDecider(Decider):
                     placed.append(self._placed(v, want, "it goes into a loop", op))
                 value = self.values[placed[-1]]
                 if i in open_sums:
-                    value = value._replace(partial="sum", partial_axes=self.replicas.reduce_axes)
+                    # Zeros are a sum over any axes: the body says over which.
+                    value = value._replace(partial="sum", partial_axes=())
                 if stacked:
                     placement = value.placement.without_leading_dim()
                     assert placement is not None, "scanned operands are unstacked"

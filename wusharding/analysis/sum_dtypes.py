@@ -1,4 +1,4 @@
-"""In which dtype sums over replicas travel, mesh axis by mesh axis."""
+"""How sums over replicas travel, mesh axis by mesh axis: in which dtype, and where not at all."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ class SumDtypes:
     Args:
       everywhere: along all axes; None leaves it to `along`.
       along: mesh axes, each with the dtype of what is summed along it.
+      equal: mesh axes along which what is summed is equal already: devices take their parts there.
 
     >>> half = SumDtypes(along=(("dcn", jnp.dtype("bfloat16")),))
     >>> half.of(jnp.dtype("float32"), "dcn").name, half.of(jnp.dtype("float32"), "data").name
@@ -26,11 +27,16 @@ class SumDtypes:
 
     everywhere: Any = None
     along: tuple[tuple[str, Any], ...] = ()
+    equal: tuple[str, ...] = ()
 
     @property
     def is_own(self) -> bool:
         """Everything travels as it is."""
         return self.everywhere is None and not self.along
+
+    def equal_along(self, axes: tuple[str, ...]) -> SumDtypes:
+        """The same for what is equal along `axes`."""
+        return dataclasses.replace(self, equal=axes)
 
     def of(self, own: Any, axis: str) -> Any:
         """The dtype in which values of dtype `own` travel along a mesh axis."""

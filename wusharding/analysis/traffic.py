@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
+from wusharding.analysis.lines import Phase
 from wusharding.analysis.placement import Placement, Replicas
 from wusharding.analysis.schedule import (
     Communicate,
@@ -92,18 +94,25 @@ def _phases(
     """Rows for what is scattered or gathered together, one for each phase."""
     gathers = kind == "all-gather"
 
-    def sent(move: Move) -> tuple[Any, ...]:
+    def sent(move: Move) -> tuple[tuple[Phase, Any], ...]:
         own = _dtype(move)
-        return tuple(own if gathers else move.sums.of(own, p.axis) for p in replicas.phases)
+        if gathers:
+            return tuple((p, own) for p in replicas.phases)
+        phases = [p for p in replicas.phases if p.axis not in move.sums.equal]
+        return tuple((p, move.sums.of(own, p.axis)) for p in phases)
 
-    for dtypes in dict.fromkeys(map(sent, moves)):
-        same = [m for m in moves if sent(m) == dtypes]
+    for hops in dict.fromkeys(map(sent, moves)):
+        if not hops:
+            continue
+        same = [m for m in moves if sent(m) == hops]
         elems = [_local(m, m.before if gathers else m.after, replicas).size for m in same]
-        items = [Aval((), dtype).nbytes for dtype in dtypes]
-        count = len(buckets.fill([n for n in elems if n], items[0] * replicas.num_shards))
-        left = sum(elems) * replicas.num_shards
+        _, first = hops[0]
+        size = Aval((), first).nbytes * replicas.num_shards
+        count = len(buckets.fill([n for n in elems if n], size))
+        left = sum(elems) * math.prod(phase.size for phase, _ in hops)
         rows = []
-        for phase, item in zip(replicas.phases, items, strict=True):
+        for phase, dtype in hops:
+            item = Aval((), dtype).nbytes
             where = f" along {phase.axis}" if len(replicas.phases) > 1 else ""
             before, left = left, left // phase.size
             rows.append(Traffic(kind, purpose + where, count, (left if gathers else before) * item))

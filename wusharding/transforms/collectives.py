@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from wusharding.analysis.lines import Phase
+from wusharding.analysis.lines import Phase, shard_numbers
 from wusharding.analysis.placement import Placement, Replicas, Tiles, span_format
 from wusharding.analysis.rules.base import Reduction
 from wusharding.analysis.sum_dtypes import OWN, SumDtypes
@@ -26,7 +26,7 @@ from wusharding.formats import LANES, SUBLANES, Format
 from wusharding.formats.buckets import Bucket, BucketSizes, tile_padding
 from wusharding.jaxprs import as_invarying, reduce_scatter_is_unsound, row_major, varying_axes
 
-Dtypes = tuple[Any, ...]  # one for each phase
+Hops = tuple[tuple[Phase, Any], ...]  # the phases of a sum, and in which dtype it travels in each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,15 +74,22 @@ class Collectives:
     def reduce_scatter(
         self, xs: Sequence[jax.Array], formats: Sequence[Format], sums: SumDtypes = OWN
     ) -> list[jax.Array]:
-        """Sums each `x: [*shape]` over the shard axes; returns shards in `local_shape`."""
+        """Sums each `x: [*shape]` over the shard axes; returns shards in `local_shape`.
+
+        Along axes where they are equal already (`sums.equal`) nothing is sent: each device takes
+        its part first.
+        """
         out: list[Any] = [None] * len(xs)
-        phases = self.replicas.phases
-        sent = [tuple(sums.of(x.dtype, phase.axis) for phase in phases) for x in xs]
-        for dtypes in dict.fromkeys(sent):
-            group = [i for i, other in enumerate(sent) if other == dtypes]
-            first = dtypes[0]
+        phases = [phase for phase in self.replicas.phases if phase.axis not in sums.equal]
+        if not phases:
+            pairs = zip(xs, formats, strict=True)
+            return [self._padded(x, fmt, ()).reshape(fmt.local_shape) for x, fmt in pairs]
+        sent = [tuple((phase, sums.of(x.dtype, phase.axis)) for phase in phases) for x in xs]
+        for hops in dict.fromkeys(sent):
+            group = [i for i, other in enumerate(sent) if other == hops]
+            _, first = hops[0]
             done = self._scattered(
-                [xs[i].astype(first) for i in group], [formats[i] for i in group], dtypes
+                [xs[i].astype(first) for i in group], [formats[i] for i in group], hops
             )
             for i, x in zip(group, done, strict=True):
                 out[i] = x.astype(xs[i].dtype)
@@ -102,27 +109,29 @@ class Collectives:
         return out
 
     def _scattered(
-        self, xs: Sequence[jax.Array], formats: Sequence[Format], dtypes: Dtypes
+        self, xs: Sequence[jax.Array], formats: Sequence[Format], hops: Hops
     ) -> list[jax.Array]:
-        """`reduce_scatter` of arrays that travel in the same dtypes, phase by phase."""
+        """`reduce_scatter` of arrays that travel alike, phase by phase."""
+        phases = [phase for phase, _ in hops]
 
         def alone(i: int) -> jax.Array:
             x, fmt = xs[i], formats[i]
             if self.buckets.whole_tiles:
                 # Tiles are taken as they lie row by row: in another layout that is a copy.
                 x = row_major(x) if x.ndim > 1 else x
-                rows = by_shard(_plain(fmt).pack(x), fmt)
-                return self._scatter_tiles(rows, dtypes).reshape(fmt.local_shape)
-            return self._scatter(_plain(fmt).pack(x), fmt.lo, dtypes)
+                rows = by_shard(self._padded(x, fmt, phases), fmt)
+                return self._scatter_tiles(rows, hops).reshape(fmt.local_shape)
+            return self._scatter(self._padded(x, fmt, phases), fmt.lo, hops)
 
         def packed(x: jax.Array, fmt: Format) -> jax.Array:
-            return by_shard(_plain(fmt).pack(x), fmt).reshape(fmt.num_shards, -1)
+            rows = by_shard(self._padded(x, fmt, phases), fmt)
+            return rows.reshape(rows.shape[0], -1)
 
         def scatter(bucket: jax.Array) -> jax.Array:
             return (
-                self._scatter_tiles(bucket, dtypes)
+                self._scatter_tiles(bucket, hops)
                 if self.buckets.whole_tiles
-                else self._scatter(bucket, 0, dtypes)[0]
+                else self._scatter(bucket, 0, hops)[0]
             )
 
         return self._bucketed(xs, formats, alone, packed, scatter, False)
@@ -242,19 +251,33 @@ class Collectives:
 
     # ----------------------------------------------------------------------------------- internals
 
-    def _scatter(self, x: jax.Array, dim: int, dtypes: Dtypes) -> jax.Array:
-        for phase, dtype in zip(self.replicas.phases, dtypes, strict=True):
+    def _padded(self, x: jax.Array, fmt: Format, phases: Sequence[Phase]) -> jax.Array:
+        """The padded array; of its shards only those among which `phases` divide it further."""
+        x = _plain(fmt).pack(x)
+        if len(phases) == len(self.replicas.phases):
+            return x
+        sizes = [phase.size for phase in self.replicas.phases]
+        before, after = x.shape[: fmt.lo], x.shape[fmt.lo + 1 :]
+        x = x.reshape(*before, *sizes, fmt.chunk_elems, *after)
+        for d, phase in enumerate(self.replicas.phases):
+            if phase not in phases:
+                x = lax.dynamic_slice_in_dim(x, _position(phase), 1, fmt.lo + d)
+        shards = math.prod(phase.size for phase in phases)
+        return x.reshape(*before, shards * fmt.chunk_elems, *after)
+
+    def _scatter(self, x: jax.Array, dim: int, hops: Hops) -> jax.Array:
+        for phase, dtype in hops:
             x = _psum_scatter(x.astype(dtype), phase, dim)
         return x
 
-    def _scatter_tiles(self, x: jax.Array, dtypes: Dtypes) -> jax.Array:
+    def _scatter_tiles(self, x: jax.Array, hops: Hops) -> jax.Array:
         """Scatters `x: [num_shards, *shard]` in the one shape that TPU compilers scatter as it is.
 
         The scattered dim leads and is as long as the group, and each piece holds an even number of
         8 x 128 tiles (see `tile_padding`). After the first phase there is little left to pad.
         """
         shards, first, *rest = x.shape
-        for phase, dtype in zip(self.replicas.phases, dtypes, strict=True):
+        for phase, dtype in hops:
             shards //= phase.size
             x = x.astype(dtype)
             pieces, pad = _in_tiles(x.reshape(phase.size, shards * first, *rest))
@@ -346,6 +369,14 @@ class Collectives:
         return jnp.zeros(fmt.shape if gathers else fmt.local_shape, x.dtype)
 
 
+def _position(phase: Phase) -> jax.Array:
+    """Which part this device gets of what a phase divides."""
+    index = lax.axis_index(phase.axis)
+    if phase.groups is None:
+        return index
+    return jnp.asarray(shard_numbers((phase.groups,)), jnp.int32)[index]
+
+
 def _psum_scatter(x: jax.Array, phase: Phase, dim: int) -> jax.Array:
     axis, size, groups = phase
     if reduce_scatter_is_unsound():
@@ -422,13 +453,12 @@ def _plain(fmt: Format) -> Format:
 
 
 def by_shard(padded: jax.Array, fmt: Format) -> jax.Array:
-    """`[num_shards, *local_shape]` from the padded array."""
+    """`[shards, *local_shape]` from the padded array, or from some shards of it."""
     lo = fmt.lo
-    split = padded.reshape(
-        *padded.shape[:lo], fmt.num_shards, fmt.chunk_elems, *padded.shape[lo + 1 :]
-    )
+    shards = padded.shape[lo] // fmt.chunk_elems
+    split = padded.reshape(*padded.shape[:lo], shards, fmt.chunk_elems, *padded.shape[lo + 1 :])
     if math.prod(padded.shape[:lo]) == 1:  # dims of length 1 would bind the array's layout
-        return split.reshape(fmt.num_shards, fmt.chunk_elems, *padded.shape[lo + 1 :])
+        return split.reshape(shards, fmt.chunk_elems, *padded.shape[lo + 1 :])
     return jnp.moveaxis(split, lo, 0)
 
 
