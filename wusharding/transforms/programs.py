@@ -16,6 +16,7 @@ from wusharding.analysis.choose import FormatChoice, Target, bucket_sizes, lanes
 from wusharding.analysis.decide import Value, decide
 from wusharding.analysis.layout import Layout, Leaf
 from wusharding.analysis.lines import Lines
+from wusharding.analysis.norms import norms_once
 from wusharding.analysis.placement import Placement, Replicas, Tiles, replicated
 from wusharding.analysis.plan import Plan, make_plan
 from wusharding.analysis.propagate import Propagation
@@ -335,7 +336,7 @@ class Programs:
         program, (_, after) = trace(run, _structs(grads), _structs(state), given, arrays)
         axes = layout.replicas.reduce_axes if self.options.per_example else ()
         update = Update.of_optimizer(
-            prune(program),
+            prune(norms_once(program)),
             layout.grads_of,
             len(params),
             len(state),

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from wusharding.analysis.norms import norms_once
 from wusharding.analysis.placement import Tiles, spec_tiles
 from wusharding.analysis.replication import Spread
 from wusharding.jaxprs import Program, prune, trace_step
@@ -43,7 +44,7 @@ def traced(
     args = treedef.unflatten(structs)
     with _under(mesh):
         program, out_shape, donated = trace_step(step, *args)
-    program = prune(program)
+    program = prune(norms_once(program))
     inputs = [Spread(t) for t in _input_tiles(program, structs)]
     return Traced(program, inputs, args, out_shape, _donated_arguments(args, donated))
 
