@@ -486,7 +486,7 @@ class _Core:
         context = self.context()
         layout = checks.check_state(state, context)
         inner, _ = _stored(state)
-        whole = self._unshard(context, layout, layout.state, inner)
+        whole = self._converted(context, layout, layout.state, inner, "state", back=True)
         return checks.plain_state_def(layout, state.inner).unflatten(whole)
 
     def unshard_master(self, state: ShardedState) -> PyTree:
@@ -495,24 +495,33 @@ class _Core:
         layout = checks.check_state(state, context)
         _, masters = _stored(state)
         leaves = tuple(layout.master_leaves())
-        whole = iter(self._unshard(context, layout, leaves, masters))
+        whole = iter(self._converted(context, layout, leaves, masters, "master", back=True))
         return layout.params_def.unflatten(
             [None if m is None else next(whole) for m in layout.masters]
         )
 
-    def _unshard(
-        self, context: Context, layout: Layout, leaves: Sequence[Leaf], stored: Sequence[Any]
+    def _converted(
+        self,
+        context: Context,
+        layout: Layout,
+        leaves: Sequence[Leaf],
+        arrays: Sequence[Any],
+        name: str,
+        *,
+        back: bool = False,
     ) -> list[Any]:
-        (whole,) = self._call(
-            context,
-            ("unshard", layout.replicas, tuple(leaf.unnamed() for leaf in leaves)),
-            lambda xs: (self.here(layout, context).storage.unshard(leaves, xs),),
-            [stored],
-            [("state", leaves)],
-            [[leaf.spec(layout.replicas) for leaf in leaves]],
-            [[leaf.logical_spec() for leaf in leaves]],
-        )
-        return whole
+        """Whole arrays as they are stored, or `back`."""
+
+        def body(xs: Sequence[Any]) -> tuple[list[Any]]:
+            storage = self.here(layout, context).storage
+            return (storage.unshard(leaves, xs) if back else storage.shard(leaves, xs),)
+
+        kept = [leaf.spec(layout.replicas) for leaf in leaves]
+        logical = [leaf.logical_spec() for leaf in leaves]
+        into, out = (kept, logical) if back else (logical, kept)
+        key = ("convert", back, layout.replicas, tuple(leaf.unnamed() for leaf in leaves))
+        (done,) = self._call(context, key, body, [arrays], [(name, leaves)], [into], [out])
+        return done
 
     def shard(self, inner: PyTree, params: PyTree, master: PyTree) -> ShardedState:
         """See `ShardedOptimizer.shard`."""
@@ -523,27 +532,8 @@ class _Core:
         kept = tuple(layout.master_leaves())
         if not context.manual and not any(map(is_tracer, (*whole, *masters))):
             return self._shard_in_turn(context, layout, whole, masters)
-        stored = self._shard(context, layout, layout.state, whole, "state")
-        return _state(layout, stored, self._shard(context, layout, kept, masters, "master"))
-
-    def _shard(
-        self,
-        context: Context,
-        layout: Layout,
-        leaves: Sequence[Leaf],
-        whole: Sequence[Any],
-        name: str,
-    ) -> list[Any]:
-        (stored,) = self._call(
-            context,
-            ("shard", layout.replicas, tuple(leaf.unnamed() for leaf in leaves)),
-            lambda xs: (self.here(layout, context).storage.shard(leaves, xs),),
-            [whole],
-            [(name, leaves)],
-            [[leaf.logical_spec() for leaf in leaves]],
-            [[leaf.spec(layout.replicas) for leaf in leaves]],
-        )
-        return stored
+        inner = self._converted(context, layout, layout.state, whole, "state")
+        return _state(layout, inner, self._converted(context, layout, kept, masters, "master"))
 
     def _shard_in_turn(
         self, context: Context, layout: Layout, whole: list[Any], masters: list[Any]
@@ -557,7 +547,7 @@ class _Core:
             if getattr(x, "sharding", None) == where.narrow:
                 x = where.widened(x)
             if not is_stored_whole(leaf, replicas):
-                return self._shard(context, layout, (leaf,), [x], name)[0]
+                return self._converted(context, layout, (leaf,), [x], name)[0]
             spec = leaf.spec(replicas)
             ((x,),) = checks.place([[x]], [[spec]], [(name, (leaf,))], mesh)
             return x if x.dtype == leaf.dtype else x.astype(leaf.dtype)
@@ -579,7 +569,7 @@ class _Core:
             where = spreader.of(leaf)
             if is_stored_whole(leaf, layout.replicas):
                 return stored
-            (x,) = self._unshard(context, layout, (leaf,), [stored])
+            (x,) = self._converted(context, layout, (leaf,), [stored], "state", back=True)
             return where.narrowed(where.moved(x))
 
         inner, masters = _stored(state)
