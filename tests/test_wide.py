@@ -175,6 +175,16 @@ def test_no_gradient_of_a_tied_embedding_is_padded(of_logits, form):
 
 
 @pytest.mark.parametrize("form", ["shard_map", "global"])
+def test_zeros_into_which_an_embedding_is_scattered_are_as_long_as_it_is_stored(form):
+    def loss(params, ids):
+        return jnp.mean(jnp.tanh(params["embedding"][ids] @ params["dense"]))
+
+    text = program(loss, form)
+    assert not re.search(rf"stablehlo.pad.*{ROWS}x{WIDTH}x", text)
+    assert_equals_one_device(loss, form, arguments())
+
+
+@pytest.mark.parametrize("form", ["shard_map", "global"])
 def test_where_order_matters_the_gradient_is_padded_at_the_end(form):
     text = program(tied(ordered), form)
     assert re.search(rf"stablehlo.pad.*{ROWS}x{WIDTH}x", text)

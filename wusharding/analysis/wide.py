@@ -136,13 +136,15 @@ class _Search:
             self._compute(step)
         for move in _moves(step):
             wide = padding_of(move.aval, move.before, self.replicas)
-            if wide is not None and move.kind == "gather":
-                rows = move.aval.shape[wide.dim]
-                if (wide.length - rows) * _MOST <= rows:
-                    self.wide[move.dest] = wide
+            if wide is not None and move.kind == "gather" and _is_short(wide, move.aval):
+                self.wide[move.dest] = wide
 
     def found(self) -> Widening:
         """What leads to the goals, and what reads that."""
+        for v, goal in self.goals.items():
+            claims: dict[int, Wide] = {}
+            if self._claim(v, goal, claims) and claims and _is_short(goal, self.avals[v]):
+                self._make(claims)
         needed = {v for v, goal in self.goals.items() if v in self.ops and self.wide.get(v) == goal}
         for out in reversed(self.ops):
             if out in needed:
@@ -181,14 +183,18 @@ class _Search:
             return
         if not self._claim_all(known, factor, length, claims):
             return
-        for v in sorted(claims):
-            maker, dim = self.made[v], claims[v].dim
-            (label,) = maker.factors.outs[0][dim]
-            self.wide[v] = claims[v]
-            self.ops[v] = (maker.step, maker.grown(label, length, self.avals[v].shape))
+        self._make(claims)
         if grown.out is not None:
             self.wide[out] = Wide(grown.out, length)
         self.ops[out] = (known.step, grown)
+
+    def _make(self, claims: dict[int, Wide]) -> None:
+        """Notes that values which can have any length are made longer."""
+        for v in sorted(claims):
+            maker, wide = self.made[v], claims[v]
+            (label,) = maker.factors.outs[0][wide.dim]
+            self.wide[v] = wide
+            self.ops[v] = (maker.step, maker.grown(label, wide.length, self.avals[v].shape))
 
     def _claim_all(self, known: _Known, factor: int, length: int, claims: dict[int, Wide]) -> bool:
         """Whether all operands that have a factor can have that much of it; adds to `claims`."""
@@ -247,6 +253,12 @@ class _Search:
         if rule is None:
             return None
         return _Known(step, rule.factors(op, ins, outs), _growing(op))
+
+
+def _is_short(wide: Wide, aval: Aval) -> bool:
+    """Whether there is so little padding that it costs next to nothing to compute with it."""
+    rows = aval.shape[wide.dim]
+    return (wide.length - rows) * _MOST <= rows
 
 
 def _growing(op: Op) -> frozenset[int]:
