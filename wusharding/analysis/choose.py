@@ -68,9 +68,13 @@ def candidates(
 
 
 def lanes_of(placement: Placement, shape: tuple[int, ...], target: Target) -> int | None:
-    """Rows x lanes storage for flattened leaves on TPU, where whole tiles fit a shard."""
+    """Rows x lanes storage for flattened leaves on TPU, where whole tiles fit a shard.
+
+    After dims of length 1 a shard is stored as it is computed on: that is the same in memory, but
+    TPU compilers do not fuse what is done in the one shape with what is done in the other.
+    """
     span = placement.span
-    if target != "tpu" or span is None or len(shape) < 2:
+    if target != "tpu" or span is None or len(shape) < 2 or 0 < span.lo < span.hi == len(shape):
         return None
     if math.prod(shape[span.lo : span.hi]) != math.prod(shape):
         return None

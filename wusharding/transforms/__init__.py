@@ -13,5 +13,5 @@ The two ways in, and what each has of its own:
 What both use: `checks.py` of what users hand over; `context.py` and `mapped.py`, where a call comes
 from and how a device's body runs there; `torus.py`, the lines of a mesh; `trees.py`; `storage.py`,
 arrays as a device stores them; and `interpret.py`, which runs a schedule, with `collectives.py`,
-`parcels.py` and `wide.py`.
+`parcels.py`, `wide.py` and `side_by_side.py`.
 """

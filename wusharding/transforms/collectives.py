@@ -25,6 +25,7 @@ from wusharding.analysis.sum_dtypes import OWN, SumDtypes
 from wusharding.formats import LANES, SUBLANES, Format
 from wusharding.formats.buckets import Bucket, BucketSizes, tile_padding
 from wusharding.jaxprs import as_invarying, reduce_scatter_is_unsound, row_major, varying_axes
+from wusharding.transforms.side_by_side import side_by_side
 
 Hops = tuple[tuple[Phase, Any], ...]  # the phases of a sum, and in which dtype it travels in each
 
@@ -68,6 +69,10 @@ class Collectives:
         fmt = span_format(x.shape, after.span, self.replicas.num_shards)
         return fmt.shard_of(x, self.shard_index)
 
+    def together(self, shards: Sequence[jax.Array]) -> list[jax.Array]:
+        """Shards of gradients or of new weights, small ones to be updated several at a time."""
+        return side_by_side(shards) if self.buckets.whole_tiles else list(shards)
+
     # --------------------------------------------------------------------------------- collectives
 
     @jax.named_scope("reduce_scatter")
@@ -93,7 +98,7 @@ class Collectives:
             )
             for i, x in zip(group, done, strict=True):
                 out[i] = x.astype(xs[i].dtype)
-        return out
+        return self.together(out)
 
     def sum_shards(
         self, xs: Sequence[jax.Array], axes: tuple[str, ...], sums: SumDtypes
@@ -161,6 +166,9 @@ class Collectives:
           formats: of each.
           leaving: numbers of those that leave the program; their padding is cut off.
         """
+        shards = list(shards)
+        for i, x in zip(leaving, self.together([shards[i] for i in leaving]), strict=True):
+            shards[i] = x
         always: Any = lax.optimization_barrier(jnp.bool_(True)) if leaving else None
         written: list[jax.Array] = []
 

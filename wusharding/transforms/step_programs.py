@@ -240,7 +240,8 @@ class StepPrograms:
                 assigned.params,
             )
 
-        run = runner(context, ins, outs, assigned.schedule, buckets)
+        new_weights = [o for _, o in update.weights]
+        run = runner(context, ins, outs, assigned.schedule, buckets, new_weights)
 
         def fun(*args: Any) -> Any:
             return out_def.unflatten(run(jax.tree.leaves(args)))

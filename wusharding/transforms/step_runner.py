@@ -21,16 +21,20 @@ def runner(
     outs: Sequence[Leaf],
     schedule: Schedule,
     buckets: BucketSizes,
+    new_weights: Sequence[int],
 ) -> Callable[[Sequence[Any]], list[Any]]:
-    """The step from stored arguments to stored results."""
+    """The step from stored arguments to stored results; `new_weights` are positions of these."""
     replicas = context.replicas
     leaving = frozenset(v for v, _ in schedule.outputs)
+    split = [o for o in new_weights if schedule.outputs[o][1].span is not None]
 
     def body(args: Sequence[Any]) -> tuple[list[Any]]:
         collectives = Collectives.here(replicas, buckets)
         storage = Storage(collectives)
         local = [storage.load(leaf, x) for leaf, x in zip(ins, args, strict=True)]
         done = Interpreter(collectives, checked=False).run(schedule, local, leaving)
+        for o, x in zip(split, collectives.together([done[o] for o in split]), strict=True):
+            done[o] = x
         return ([storage.store(leaf, x) for leaf, x in zip(outs, done, strict=True)],)
 
     run = mapped(
