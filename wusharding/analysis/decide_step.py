@@ -27,6 +27,7 @@ from wusharding.analysis.replication import (
     collective_axes,
     is_collective,
 )
+from wusharding.analysis.rows import LOOKUP_MODES, LookupInTile, RowTile, ScatterIntoZeros
 from wusharding.analysis.rules import RULES, Factors, OpRule
 from wusharding.analysis.rules.base import Reduction
 from wusharding.analysis.schedule import Compute, Problem, Schedule
@@ -40,14 +41,10 @@ from wusharding.analysis.update import (
 )
 from wusharding.jaxprs import (
     CROSSINGS,
-    LOOKUP_MODES,
     Identity,
-    LookupInTile,
     Op,
     Program,
     RandomTile,
-    RowTile,
-    ScatterIntoZeros,
     Times,
     Zeros,
 )

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from wusharding.analysis.placement import Placement, Replicas
+from wusharding.analysis.rows import LOOKUP_MODES, ScatterIntoZeros
 from wusharding.analysis.rules import RULES, Factors
 from wusharding.analysis.rules.base import DimFactors, Reduction, same_dims, sizes_of
 from wusharding.analysis.rules.shapes import same_free
 from wusharding.analysis.schedule import Communicate, Compute, Move, Schedule
-from wusharding.jaxprs import LOOKUP_MODES, Aval, Identity, Op, ScatterIntoZeros
+from wusharding.jaxprs import Aval, Identity, Op
 
 _MOST = 64  # one row of padding in so many: what reads it is computed for padding too
 _MADE = ("broadcast_in_dim", "iota", "scatter_into_zeros")  # of any length, at no cost

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.lax import GatherScatterMode
 
+from wusharding.analysis.rows import ScatterIntoZeros
 from wusharding.analysis.rules.base import Reduction
 from wusharding.analysis.wide import WideOp
-from wusharding.jaxprs import Op, ScatterIntoZeros
+from wusharding.jaxprs import Op
 
 
 def neutral(reduction: Reduction, dtype: Any) -> jax.Array:
