@@ -4,7 +4,7 @@ import collections
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +43,16 @@ FORWARD_ONLY = frozenset(
 )
 MATRIX_UPDATES = ("muon",)
 
+TYPED = ("explicit", "checked")  # modes in which types tell how arrays lie
+
 
 class Setting:
-    """A case in one mode: the step as its user calls it, and its arguments on the mesh."""
+    """A case in one mode: the step as its user calls it, and its arguments on a mesh."""
 
-    def __init__(self, name: str, mode: str) -> None:
-        module = importlib.import_module(f"tests.corpus.{name}")
-        sizes = getattr(module, "MESH", {"data": 8})
-        self.mesh: Mesh = mesh_of(sizes, auto=mode not in ("explicit", "checked"))
+    def __init__(self, name: str, mode: str, sizes: Mapping[str, int] | None = None) -> None:
+        self.mesh: Mesh = mesh_of(sizes or mesh_sizes(name), auto=mode not in TYPED)
         self.mode = mode
-        self.case: Case = module.make(self.mesh)
+        self.case: Case = importlib.import_module(f"tests.corpus.{name}").make(self.mesh)
         self.step = self._wrapped(mode)
 
     def _wrapped(self, mode: str) -> Callable[..., Any]:
@@ -131,6 +131,12 @@ def _copied(x: Any) -> Any:
     return x if is_key(x) else np.asarray(x)
 
 
+def mesh_sizes(name: str) -> Mapping[str, int]:
+    """The axes of the mesh that a case is for."""
+    module = importlib.import_module(f"tests.corpus.{name}")
+    return getattr(module, "MESH", {"data": 8})
+
+
 @functools.cache
 def modes_of(name: str) -> tuple[str, ...]:
     module = importlib.import_module(f"tests.corpus.{name}")
@@ -150,26 +156,59 @@ PAIRS = [
 @pytest.mark.parametrize(("name", "mode"), PAIRS)
 def test_a_step_and_its_sharded_form_agree(name: str, mode: str) -> None:
     setting = Setting(name, mode)
+    step, state, sent = agreeing(setting, STEPS)
+    # Of typed keys `jit` counts those that it is given and those that it returns, in any step.
+    assert step._last.fun._cache_size() == 1 + any(map(is_key, jax.tree.leaves(state)))
+    assert FORWARD_ONLY.isdisjoint(update_ops(step)) or name in MATRIX_UPDATES
+    check_pieces(setting, state)
+    sizes = setting.mesh.shape
+    found = [c for c in sent if "data" in c.crossed_axes(sizes)]
+    check_collectives(setting.case, state, found)
+    if not any(c.in_loop for c in found) and len(sizes) == 1:
+        check_plan(step.plan, found, widened=name in SIXTEEN_BITS)
+
+
+# Those that a second replica axis is added to: all of one data axis; the first few in `make test`.
+WITH_COPIES = [
+    pytest.param(
+        name,
+        mode,
+        marks=[]
+        if name in ("accumulate_jit", "scan_steps", "tied_embedding")
+        else pytest.mark.slow,
+    )
+    for name in FILES
+    for mode in modes_of(name)
+    if mode not in ("pmap", "wrapped") and mesh_sizes(name) == {"data": 8}
+]
+
+
+@pytest.mark.parametrize(("name", "mode"), WITH_COPIES)
+def test_a_second_replica_axis_along_which_all_is_equal(name: str, mode: str) -> None:
+    """Each device takes its part of a gradient there, and scatters it along the first axis."""
+    setting = Setting(name, mode, {"data": 4, "copies": 2})
+    _, state, sent = agreeing(setting, 2, axis=("data", "copies"))
+    check_collectives(setting.case, state, sent, copies=2)
+    for c in of_kind(sent, "reduce-scatter"):
+        assert c.crossed_axes(setting.mesh.shape) == {"data"}
+
+
+def agreeing(
+    setting: Setting, steps: int, **options: Any
+) -> tuple[Any, tuple[Tree, ...], list[Collective]]:
+    """The sharded step, which does what the step as written does, its state, and what it sends."""
     with setting.within():
         jitted = setting.step if hasattr(setting.step, "lower") else jax.jit(setting.step)
-        wanted = setting.run(jitted)
-        step = wus.shard_step(setting.step, mesh=setting.mesh)
-        state, metrics = setting.run(step)
-        # Of typed keys `jit` counts those that it is given and those that it returns, in any step.
-        assert step._last.fun._cache_size() == 1 + any(map(is_key, jax.tree.leaves(state)))
+        wanted = setting.run(jitted, steps)
+        step = wus.shard_step(setting.step, mesh=setting.mesh, **options)
+        state, metrics = setting.run(step, steps)
         plain = tuple(step.unshard(part) for part in state)
-        text = step.lower(*state, *setting.batch(STEPS)).compile().as_text()
-    assert FORWARD_ONLY.isdisjoint(update_ops(step)) or name in MATRIX_UPDATES
+        text = step.lower(*state, *setting.batch(steps)).compile().as_text()
     assert (
         relative_error(without_nans((plain, metrics)), without_nans(wanted))
         < setting.case.tolerance
     )
-    check_pieces(setting, state)
-    sizes = setting.mesh.shape
-    found = [c for c in collectives(text) if "data" in c.crossed_axes(sizes)]
-    check_collectives(setting.case, state, found)
-    if not any(c.in_loop for c in found) and len(sizes) == 1:
-        check_plan(step.plan, found, widened=name in SIXTEEN_BITS)
+    return step, state, collectives(text)
 
 
 # Gradients of these are scattered in bfloat16, which the CPU backend widens to float32.
@@ -224,8 +263,13 @@ def check_pieces(setting: Setting, state: tuple[Tree, ...]) -> None:
     assert after <= limit < before / 2, (before, after)
 
 
-def check_collectives(case: Case, state: tuple[Tree, ...], found: Sequence[Collective]) -> None:
-    """Gradients are reduce-scattered and weights gathered; nothing of their size is all-reduced."""
+def check_collectives(
+    case: Case, state: tuple[Tree, ...], found: Sequence[Collective], copies: int = 1
+) -> None:
+    """Gradients are reduce-scattered and weights gathered; nothing of their size is all-reduced.
+
+    Of a gradient that `copies` devices have alike each one sends its part.
+    """
     sent = {
         kind: sum(c.operand_bytes for c in of_kind(found, kind))
         for kind in ("all-reduce", "reduce-scatter")
@@ -235,7 +279,7 @@ def check_collectives(case: Case, state: tuple[Tree, ...], found: Sequence[Colle
     grads = held(case, case.scattered or case.weights, state)
     assert case.all_reduced_bytes < weights / 4
     assert sent["all-reduce"] <= case.all_reduced_bytes, sent
-    assert sent["reduce-scatter"] >= grads, sent
+    assert sent["reduce-scatter"] >= grads / copies, sent
     assert gathered >= weights
 
 
