@@ -30,13 +30,18 @@ def test_values_stay_what_they_are():
     assert tied == [x.shape == (5,) for x in xs]
 
 
-@pytest.mark.parametrize(("context", "apply"), [("checked", True), ("explicit", False)])
-def test_the_numbers_are_those_of_one_device(context, apply):
-    shapes = [(24,)] * 4 + [(8, 40)] * 3 + [(1, 1, 16, 8)] * 3
+@pytest.mark.parametrize(
+    ("context", "apply", "bucket_bytes"),
+    [("checked", True, 2**22), ("explicit", False, 2**22), ("unchecked", True, 256)],
+)
+def test_the_numbers_are_those_of_one_device(context, apply, bucket_bytes):
+    """In one bucket, and in many, over which arrays are cut."""
+    shapes = [(24,)] * 4 + [(8, 40)] * 3 + [(1, 1, 16, 8)] * 3 + [(5,), (), (8,)] * 3 + [(0,)]
     params = {f"{i}": leaf(*shape, seed=i) for i, shape in enumerate(shapes)}
     grads = batches(params)
     optimizer = programs.OPTIMIZERS["lamb"]()
-    loop = training(context, optimizer, params, apply=apply, target="tpu").run(grads)
+    given = {"apply": apply, "target": "tpu", "bucket_bytes": bucket_bytes}
+    loop = training(context, optimizer, params, **given).run(grads)
     wanted, state = reference(optimizer, params, [mean_of(g) for g in grads])
     assert relative_error(loop.whole_params, wanted) < 2e-6
     assert relative_error(loop.plain_state, state) < 2e-6
@@ -74,3 +79,17 @@ def test_operations_are_fewer_than_arrays(name, monkeypatch):
     assert number < 0.7 * len(WEIGHTS)
     assert number < 0.6 * number_alone
     assert cycles < 0.7 * cycles_alone
+
+
+@needs_libtpu
+@pytest.mark.parametrize("topology", ["v5e:16x16", "v3:16x16"])
+def test_arrays_of_one_format_share_the_way_into_a_bucket_and_out_of_it(topology):
+    mesh = make_mesh(topology, devices=aot.devices(topology), axis_types=AxisType.Auto)
+
+    def relayout(*sizes):
+        weights = {f"{i}": jax.ShapeDtypeStruct((n,), jnp.float32) for i, n in enumerate(sizes)}
+        program = programs.update_program("ours", programs.OPTIMIZERS["adam"](), weights, mesh)
+        return aot.compile_step(program.step, *program.args).cycles["relayout"]
+
+    alike, unlike = relayout(*[100] * 24), relayout(*range(89, 113))
+    assert alike < 0.5 * unlike

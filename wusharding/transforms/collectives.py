@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -128,9 +128,16 @@ class Collectives:
                 return self._scatter_tiles(rows, hops).reshape(fmt.local_shape)
             return self._scatter(self._padded(x, fmt, phases), fmt.lo, hops)
 
-        def packed(x: jax.Array, fmt: Format) -> jax.Array:
-            rows = by_shard(self._padded(x, fmt, phases), fmt)
-            return rows.reshape(rows.shape[0], -1)
+        def packed(alike: Sequence[jax.Array], fmt: Format) -> jax.Array:
+            def rows_of(x: jax.Array) -> jax.Array:
+                rows = by_shard(self._padded(x, fmt, phases), fmt)
+                return rows.reshape(rows.shape[0], -1)
+
+            if len(alike) == 1 or fmt.shard_elems > 1:
+                return _concatenate([rows_of(x) for x in alike], 1)
+            # As rows these fill the lanes of a TPU, and as columns one lane in 128.
+            stacked = _concatenate([x.reshape(-1) for x in alike]).reshape(len(alike), *fmt.shape)
+            return jax.vmap(rows_of, out_axes=1)(stacked)[:, :, 0]
 
         def scatter(bucket: jax.Array) -> jax.Array:
             return (
@@ -139,7 +146,10 @@ class Collectives:
                 else self._scatter(bucket, 0, hops)[0]
             )
 
-        return self._bucketed(xs, formats, alone, packed, scatter, False)
+        def opened(done: jax.Array, fmt: Format, number: int) -> Sequence[jax.Array]:
+            return [x.reshape(fmt.local_shape) for x in jnp.split(done, number)]
+
+        return self._bucketed(xs, formats, alone, packed, scatter, opened)
 
     def all_gather(self, shards: Sequence[jax.Array], formats: Sequence[Format]) -> list[jax.Array]:
         """Whole arrays `[*shape]` from shards in `local_shape`, equal on every device.
@@ -186,10 +196,18 @@ class Collectives:
                 written.append(x)
             return x if leaves or x.ndim < 2 else row_major(x)
 
-        def packed(x: jax.Array, fmt: Format) -> jax.Array:
-            return x.reshape(1, -1)
+        def packed(alike: Sequence[jax.Array], fmt: Format) -> jax.Array:
+            return _concatenate([x.reshape(1, -1) for x in alike], 1)
 
-        return self._bucketed(shards, formats, alone, packed, lambda b: self._gather(b, 0), True)
+        def opened(done: jax.Array, fmt: Format, number: int) -> Sequence[jax.Array]:
+            if number == 1:
+                return [_plain(fmt).widened(from_shards(done, fmt))]
+            # Laid out array by array at once: taken out of the columns, each would be a copy.
+            rows = jnp.moveaxis(done.reshape(done.shape[0], number, -1), 1, 0)
+            rows = row_major(rows.reshape(number, -1))
+            return list(jax.vmap(lambda x: _plain(fmt).widened(from_shards(x, fmt)))(rows))
+
+        return self._bucketed(shards, formats, alone, packed, lambda b: self._gather(b, 0), opened)
 
     def untiled(
         self, xs: Sequence[jax.Array], moves: Sequence[tuple[Tiles, Tiles]]
@@ -322,59 +340,83 @@ class Collectives:
         xs: Sequence[jax.Array],
         formats: Sequence[Format],
         alone: Callable[[int], jax.Array],
-        packed: Callable[[jax.Array, Format], jax.Array],
+        packed: Callable[[Sequence[jax.Array], Format], jax.Array],
         collective: Callable[[jax.Array], jax.Array],
-        gathers: bool,
+        opened: Callable[[jax.Array, Format, int], Sequence[jax.Array]],
     ) -> list[jax.Array]:
-        """Large leaves go through `alone`; the rest as rows of `[num_shards or 1, elems]`."""
+        """Large leaves go through `alone`; the rest as columns of `[num_shards or 1, elems]`.
+
+        `packed` makes columns of arrays of one format, and `opened` makes so many arrays of them.
+        """
         out: list[Any] = [None] * len(xs)
         for group in _alike(xs):
-            elems = [formats[i].shard_elems for i in group]
-            for k, i in enumerate(group):
-                if elems[k] == 0:
-                    out[i] = self._empty(xs[i], formats[i], gathers)
-            rows = self.replicas.num_shards * xs[group[0]].dtype.itemsize
-            rest = [k for k, n in enumerate(elems) if n]
-            buffers = {}
+            for i in group:
+                if formats[i].shard_elems == 0:
+                    nothing = jnp.zeros((self.replicas.num_shards, 0), xs[i].dtype)
+                    (out[i],) = opened(nothing, formats[i], 1)
+            row_bytes = self.replicas.num_shards * xs[group[0]].dtype.itemsize
+            rest = [i for i in group if formats[i].shard_elems]
+            columns: dict[int, jax.Array] = {}
             pieces: dict[int, list[jax.Array]] = {}
-            for bucket in self.buckets.fill([elems[k] for k in rest], rows):
-                whole = bucket[0].stop - bucket[0].start == elems[rest[bucket[0].array]]
-                if len(bucket) == 1 and whole:
-                    i = group[rest[bucket[0].array]]
+            for bucket in self.buckets.fill([formats[i].shard_elems for i in rest], row_bytes):
+                runs = self._runs(bucket, [formats[i] for i in rest])
+                if len(bucket) == 1 and runs[0].whole:
+                    (i,) = (rest[k] for k in runs[0].arrays)
                     out[i] = alone(i)
                     continue
-                columns = []
-                bucket = tuple(sorted(bucket, key=lambda p: p.stop - p.start > 1))
-                for p in bucket:
-                    i = group[rest[p.array]]
-                    if i not in buffers:
-                        buffers[i] = packed(xs[i], formats[i])
-                    columns.append(buffers[i][:, p.start : p.stop])
-                done = collective(self._beside(columns))
-                _deal(bucket, done, pieces)
-            for k, parts in pieces.items():
-                i = group[rest[k]]
-                joined = _concatenate(parts, parts[0].ndim - 1)
-                out[i] = (
-                    _plain(formats[i]).widened(from_shards(joined, formats[i]))
-                    if gathers
-                    else joined.reshape(formats[i].local_shape)
-                )
+                beside = []
+                for run in runs:
+                    members = [rest[k] for k in run.arrays]
+                    i = members[0]
+                    if run.whole:
+                        beside.append(packed([xs[i] for i in members], formats[i]))
+                        continue
+                    if i not in columns:
+                        columns[i] = packed([xs[i]], formats[i])
+                    beside.append(columns[i][:, run.start : run.stop])
+                done = collective(_concatenate(beside, 1))
+                at = 0
+                for run, part in zip(runs, beside, strict=True):
+                    members = [rest[k] for k in run.arrays]
+                    n = part.shape[1]
+                    part = lax.slice_in_dim(done, at, at + n, axis=done.ndim - 1)
+                    at += n
+                    if not run.whole:
+                        pieces.setdefault(members[0], []).append(part)
+                        continue
+                    found = opened(part, formats[members[0]], len(members))
+                    for i, x in zip(members, found, strict=True):
+                        out[i] = x
+            for i, parts in pieces.items():
+                (out[i],) = opened(_concatenate(parts, parts[0].ndim - 1), formats[i], 1)
         return out
 
-    def _beside(self, columns: Sequence[jax.Array]) -> jax.Array:
-        """Arrays `[rows, n]`, single columns first, as one.
+    def _runs(self, bucket: Bucket, formats: Sequence[Format]) -> list[_Run]:
+        """What a bucket holds. On TPU whole arrays of one format, which are one operation there."""
+        runs: dict[Any, _Run] = {}
+        for p in bucket:
+            fmt = formats[p.array]
+            whole = p.stop - p.start == fmt.shard_elems
+            key = fmt if whole and self.buckets.whole_tiles else p
+            before = runs[key].arrays if key in runs else ()
+            runs[key] = _Run((*before, p.array), p.start, p.stop, whole)
+        return list(runs.values())
 
-        As a row a column fills the lanes of a TPU, and as a column one lane in 128.
-        """
-        singles = sum(x.shape[1] == 1 for x in columns)
-        if self.buckets.whole_tiles and singles > 1 and columns[0].shape[0] > 1:
-            first = _concatenate([x.reshape(1, -1) for x in columns[:singles]]).T
-            columns = [first, *columns[singles:]]
-        return _concatenate(columns, 1)
 
-    def _empty(self, x: jax.Array, fmt: Format, gathers: bool) -> jax.Array:
-        return jnp.zeros(fmt.shape if gathers else fmt.local_shape, x.dtype)
+class _Run(NamedTuple):
+    """Arrays that lie in a bucket one after the other: whole ones of one format, or a part of one.
+
+    Args:
+      arrays: their numbers.
+      start: in each of them, the first element of a shard.
+      stop: one past the last.
+      whole: whether those are all.
+    """
+
+    arrays: tuple[int, ...]
+    start: int
+    stop: int
+    whole: bool
 
 
 def _position(phase: Phase) -> jax.Array:
