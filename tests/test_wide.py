@@ -126,14 +126,14 @@ def poisoned(x):
     return jax.device_put(np.where(held, np.asarray(x), np.nan), x.sharding)
 
 
-def sharded_step(loss, form, mesh):
+def sharded_step(loss, form, mesh, weights="split"):
     step = train_step(loss, mesh if form == "shard_map" else None)
-    return wus.shard_step(step, mesh=mesh, weights="split", formats="dim")
+    return wus.shard_step(step, mesh=mesh, weights=weights, formats="dim")
 
 
-def assert_equals_one_device(loss, form, args, steps=3):
+def assert_equals_one_device(loss, form, args, weights="split", steps=3):
     mesh = mesh_of_8()
-    sharded = sharded_step(loss, form, mesh)
+    sharded = sharded_step(loss, form, mesh, weights)
     alone, wanted, ids = jax.jit(train_step(loss)), args[:2], args[2]
     *state, placed_ids = sharded.shard(*on_mesh(args, mesh))
     found = jax.tree.map(poisoned, tuple(state))
@@ -159,9 +159,9 @@ def test_padding_counts_nowhere_whatever_it_holds(of_logits, form):
     assert_equals_one_device(tied(of_logits), form, arguments())
 
 
-def program(loss, form):
+def program(loss, form, weights="split"):
     mesh = mesh_of_8()
-    return sharded_step(loss, form, mesh).lower(*on_mesh(arguments(), mesh)).as_text()
+    return sharded_step(loss, form, mesh, weights).lower(*on_mesh(arguments(), mesh)).as_text()
 
 
 @pytest.mark.parametrize("form", ["shard_map", "global"])
@@ -172,6 +172,16 @@ def test_no_gradient_of_a_tied_embedding_is_padded(of_logits, form):
     assert len(products) == 3  # the logits, and from them the gradients of both factors
     assert not re.search(rf"dot_general.*[<x]{ROWS}x", text)
     assert not re.search(rf"stablehlo.pad.*{ROWS}x{WIDTH}x", text)
+
+
+@pytest.mark.parametrize("form", ["shard_map", "global"])
+@pytest.mark.parametrize("of_logits", [cross_entropy, every_reduction], ids=lambda f: f.__name__)
+def test_a_weight_that_comes_whole_is_padded_and_not_its_gradient(of_logits, form):
+    loss = tied(of_logits)
+    text = program(loss, form, "whole")
+    assert len(re.findall(rf"dot_general.*[<x]{WIDE}x", text)) == 3
+    assert not re.search(rf"dot_general.*[<x]{ROWS}x", text)
+    assert_equals_one_device(loss, form, arguments(), "whole")
 
 
 @pytest.mark.parametrize("form", ["shard_map", "global"])

@@ -9,7 +9,7 @@ gradient can, it is: sums and maxima leave out what padding holds, and nothing i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from wusharding.analysis.placement import Placement, Replicas
@@ -64,16 +64,19 @@ def padding_of(aval: Aval, placement: Placement, replicas: Replicas) -> Wide | N
     return Wide(fmt.wide_dim, fmt.wide_length)
 
 
-def widen(schedule: Schedule, replicas: Replicas) -> Widening:
-    """Finds what can stay padded between gathered weights and scattered gradients.
+def widen(schedule: Schedule, replicas: Replicas, whole: Collection[int]) -> Widening:
+    """Finds what can stay padded between weights and scattered gradients.
 
     Only what leads to a gradient that wants the padding is computed with it, and what reads that.
+    Weights that are gathered come with padding. To a weight that comes whole it is added, rather
+    than to its gradient: of the two only one is there at a time.
 
     Args:
       schedule: of a step; bodies of its control flow have schedules of their own.
       replicas: the mesh.
+      whole: the inputs of which a device holds all.
     """
-    search = _Search(schedule, replicas)
+    search = _Search(schedule, replicas, whole)
     if search.goals:
         for step in schedule.steps:
             search.visit(step)
@@ -118,7 +121,7 @@ class _Search:
       free: the dims along which a value can be made of any length.
     """
 
-    def __init__(self, schedule: Schedule, replicas: Replicas) -> None:
+    def __init__(self, schedule: Schedule, replicas: Replicas, whole: Collection[int]) -> None:
         self.replicas = replicas
         moves = [m for s in schedule.steps for m in _moves(s)]
         self.avals = dict(enumerate(schedule.program.avals)) | {m.dest: m.aval for m in moves}
@@ -127,7 +130,13 @@ class _Search:
             for m in moves
             if m.kind == "reduce" and (goal := padding_of(m.aval, m.after, replicas)) is not None
         }
-        self.wide: dict[int, Wide] = {}
+        goals = {(self.avals[v].shape, goal) for v, goal in self.goals.items()}
+        self.wide: dict[int, Wide] = {
+            v: goal
+            for v in whole
+            for shape, goal in goals
+            if self.avals[v].shape == shape and _is_short(goal, self.avals[v])
+        }
         self.ops: dict[int, tuple[Compute, WideOp]] = {}
         self.made: dict[int, _Known] = {}
         self.free: dict[int, frozenset[int]] = {}

@@ -38,7 +38,7 @@ from wusharding.jaxprs import (
 )
 from wusharding.transforms.collectives import Collectives
 from wusharding.transforms.parcels import Parcels
-from wusharding.transforms.wide import neutral, wide_lookup, wide_operands
+from wusharding.transforms.wide import lengthened, neutral, wide_lookup, wide_operands
 
 Body = Callable[..., list[Any]]
 
@@ -85,8 +85,14 @@ class Interpreter:
           args: its inputs.
           leaving: values that leave the compiled program.
         """
-        env = Values(schedule.program.consts, widen(schedule, self.replicas), leaving)
-        env.update(zip(schedule.program.inputs, args, strict=True))
+        program = schedule.program
+        held = dict(zip(program.inputs, args, strict=True))
+        whole = [v for v, x in held.items() if jnp.shape(x) == program.avals[v].shape]
+        widening = widen(schedule, self.replicas, whole)
+        env = Values(program.consts, widening, leaving)
+        env.update(held)
+        for v in widening.values.keys() & held.keys():
+            env.wide[v] = lengthened(held[v], *widening.values[v])
         for step in schedule.steps:
             match step:
                 case Compute():

@@ -35,6 +35,11 @@ def neutral(reduction: Reduction, dtype: Any) -> jax.Array:
     return jnp.where(jnp.isnan(limit), jnp.array(sign * jnp.finfo(dtype).max, dtype), limit)
 
 
+def lengthened(x: jax.Array, dim: int, length: int) -> jax.Array:
+    """An array with zeros at the end of one dim."""
+    return jnp.pad(x, [(0, length - n if d == dim else 0) for d, n in enumerate(x.shape)])
+
+
 def wide_operands(wide: WideOp, op: Op, args: Sequence[Any]) -> tuple[Op, list[Any]]:
     """An operation as it is done with padding, and its operands.
 
