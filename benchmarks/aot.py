@@ -7,8 +7,8 @@
     python -m benchmarks.aot --update-only        # of the update alone, without the model
 
 Compiles for clusters that need not be there (`large_scale.aot`), keeps every report in
-`docs/aot.json`, and writes `docs/aot_table.md` from all that it holds (with `--update-only`
-`aot_update.json` and `aot_update_table.md`).
+`docs/aot.json`, and writes `docs/aot_table.md` and `docs/aot.png` from all that it holds (with
+`--update-only` `aot_update.json` and so on).
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from large_scale.programs import VARIANTS
 from large_scale.steps import STEPS
@@ -45,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--case", action="append", choices=CASES, help="default: all")
     parser.add_argument("--compare", help="compile only these variants, as in `large-scale aot`")
     parser.add_argument("--update-only", action="store_true", help="no forward, no backward pass")
-    parser.add_argument("--table", action="store_true", help="compile nothing")
+    parser.add_argument("--table", action="store_true", help="compile nothing: table and plot only")
     parser.add_argument("--docs", type=Path, default=DOCS)
     args = parser.parse_args(argv)
     name = "aot_update" if args.update_only else "aot"
@@ -63,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         kept.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
     if found:
         (args.docs / f"{name}_table.md").write_text(table(found), encoding="utf-8")
+        plot(found).savefig(args.docs / f"{name}.png", dpi=110, bbox_inches="tight")
 
 
 def merged(kept: Reports, new: Reports, order: Collection[str]) -> Reports:
@@ -118,6 +122,53 @@ def table(found: dict[str, Reports]) -> str:
             ]
         )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+_LOOKS = {
+    "zero1": ("o", "#9a9a9a", "ZeRO-1 by hand"),
+    "ours": ("s", "#7fb3d5", "shard_step, whole weights"),
+    "ours-split": ("D", "#1a5276", "shard_step, split weights"),
+}
+
+
+def plot(found: dict[str, Reports]) -> Figure:
+    """Each case a line, each variant a mark at its multiple of the replicated step."""
+    cases = [case for case in reversed(CASES) if case in found]
+    sums: dict[str, tuple[Callable[[dict[str, Any]], float | None], float | None]] = {
+        "bytes sent": (lambda r: r.get("sent_bytes"), 1.02),
+        "peak memory": (lambda r: r.get("peak_bytes"), None),
+        "estimated cycles": (lambda r: r.get("total_cycles"), None),
+        "of these, of the update": (_update_cycles, 1 / 20),
+    }
+    figure = Figure(figsize=(13, 1.6 + 0.27 * len(cases)), layout="constrained")
+    panels = figure.subplots(1, len(sums), sharey=True, squeeze=False)[0]
+    for axes, (title, (value, aim)) in zip(panels, sums.items(), strict=True):
+        for variant, (marker, color, label) in _LOOKS.items():
+            points = [
+                (found[case][variant], found[case]["replicated"], y)
+                for y, case in enumerate(cases)
+                if variant in found[case]
+            ]
+            ratios = [(v / w, y) for r, base, y in points if (v := value(r)) and (w := value(base))]
+            x, y = zip(*ratios, strict=True) if ratios else ((), ())
+            axes.scatter(x, y, marker=marker, color=color, s=26, label=label, zorder=3)
+        axes.axvline(1, color="black", linewidth=0.8)
+        if aim is not None:
+            axes.axvline(aim, color="#c0392b", linewidth=0.9, linestyle="--")
+        axes.set_xscale("log")
+        ticks = [0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.4, 2]
+        low, high = axes.get_xlim()
+        axes.set_xticks([t for t in ticks if low <= t <= high])
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda t, _: f"{t:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.set_title(title, fontsize=10)
+        axes.grid(axis="both", color="#e5e5e5", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_yticks(range(len(cases)), [c.rsplit(" ", 1)[0] for c in cases], fontsize=8)
+    figure.suptitle("Multiples of the replicated step (black); aims in red", fontsize=11)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    return figure
 
 
 def _update_cycles(report: dict[str, Any]) -> float:
