@@ -93,3 +93,17 @@ def test_arrays_of_one_format_share_the_way_into_a_bucket_and_out_of_it(topology
 
     alike, unlike = relayout(*[100] * 24), relayout(*range(89, 113))
     assert alike < 0.5 * unlike
+
+
+@needs_libtpu
+def test_pieces_of_two_tiles_and_a_bit_are_padded_to_four():
+    """Left as they are they would be padded by the compiler, which takes longer and sends more."""
+    mesh = make_mesh("v5e:16x16", devices=aot.devices("v5e:16x16"), axis_types=AxisType.Auto)
+    weights = {f"{i}": jax.ShapeDtypeStruct((768, 768), jnp.float32) for i in range(2)}
+    program = programs.update_program("ours", programs.OPTIMIZERS["adam"](), weights, mesh)
+    found = aot.compile_step(program.step, *program.args).collectives
+    scattered = [c for c in found if c.kind == "reduce-scatter"]
+    assert {c.kind for c in found} == {"reduce-scatter", "all-gather"}
+    assert not any(c.emitter.startswith("fusion") for c in scattered)
+    last = [c.operand_bytes for c in scattered if c.phase == 2]
+    assert last == [16 * 4 * 4096] * 2

@@ -92,8 +92,8 @@ def tile_padding(elems: int, minor: tuple[int, ...]) -> int:
 
     TPU compilers scatter an even number of 8 x 128 tiles as it is (a ring sends half of them each
     way), pad odd numbers by a copy of their own, and make an all-reduce of less than two tiles.
-    What needs more padding than that all-reduce costs is left as it is, and so are pieces that
-    consist of tiles already: flattening those would move their data.
+    What padding would double is left as it is, for that all-reduce sends no more, and so are pieces
+    that consist of tiles already: flattening those would move their data.
 
     Args:
       elems: elements of the piece.
@@ -101,10 +101,10 @@ def tile_padding(elems: int, minor: tuple[int, ...]) -> int:
 
     >>> tile_padding(3 * 1024, ()), tile_padding(4 * 1024, ()), tile_padding(1024, ())
     (1024, 0, 0)
-    >>> tile_padding(24 * 100, (100,))
-    0
+    >>> tile_padding(2304, ()), tile_padding(24 * 100, (100,))
+    (1792, 0)
     """
     if minor and (len(minor) > 1 or elems // math.prod(minor) % SUBLANES == 0):
         return 0
     pad = -elems % (2 * SUBLANES * LANES)
-    return 0 if pad > elems // 2 else pad
+    return 0 if pad >= elems else pad
