@@ -204,9 +204,9 @@ def test_weights_split_in_a_box_and_the_update_over_boxes_too():
         return megatron.loss(whole, tokens) / mesh.shape["data"]
 
     batches = megatron.batches(config, 5, BATCH)
-    found = training.by_hand(
-        loss, weights, box, batches, P(("replica", "data")), optimizer(), mesh, axis="replica"
-    )
+    found = training.Setup(
+        loss, weights, box, batches, P(("replica", "data")), optimizer(), mesh
+    ).by_hand(axis="replica")
     wanted = training.on_one_device(megatron.reference_loss, weights, batches, optimizer())
     assert found.error(wanted) <= 2e-5
     boxes, replicas = training.along(mesh, "data"), training.along(mesh, "replica")
