@@ -156,8 +156,9 @@ def plot(found: dict[str, Reports]) -> Figure:
         if aim is not None:
             axes.axvline(aim, color="#c0392b", linewidth=0.9, linestyle="--")
         axes.set_xscale("log")
-        ticks = [0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.4, 2]
         low, high = axes.get_xlim()
+        between = [] if high > 20 * low else [0.3, 0.7, 1.4]
+        ticks = sorted([0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, *between])
         axes.set_xticks([t for t in ticks if low <= t <= high])
         axes.xaxis.set_major_formatter(FuncFormatter(lambda t, _: f"{t:g}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
