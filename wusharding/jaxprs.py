@@ -565,10 +565,17 @@ def prune(program: Program) -> Program:
     needed = set(program.outputs)
     kept = []
     for op in reversed(program.ops):
-        if needed.intersection(op.outs) or getattr(op.primitive, "has_effects", False):
+        if needed.intersection(op.outs) or _has_effects(op):
             kept.append(op)
             needed.update(op.ins)
     return dataclasses.replace(program, ops=kept[::-1])
+
+
+def _has_effects(op: Op) -> bool:
+    """Whether an operation is there for more than its results, as `jax.debug.print` is."""
+    if not op.outs or op.name == "io_callback":
+        return True
+    return any(_has_effects(inner) for sub in op.subs for inner in sub.ops)
 
 
 # ------------------------------------------------------------------------------- manual-mode types

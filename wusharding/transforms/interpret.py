@@ -136,7 +136,7 @@ class Interpreter:
     # ------------------------------------------------------------------------------ local computing
 
     def _compute(self, step: Compute, env: Values) -> None:
-        wide = env.widening.ops.get(step.outs[0])
+        wide = env.widening.ops.get(step.outs[0]) if step.outs else None
         with step.op.as_traced():
             if wide is not None:
                 self._compute_wide(step, wide, env)
