@@ -58,19 +58,23 @@ def reference() -> tuple[Tree, Tree]:
     return training.on_one_device(loss, weights(), batches(), optimizer())
 
 
+def assert_only_rows_move(found, mesh):
+    assert found.error(reference()) <= 1e-5
+    moved = [c for c in found.collectives if groups_of(c) == training.along(mesh, "model")]
+    assert {c.kind for c in moved} == {"all-reduce"}
+    # The rows that were looked up, what comes back to them, and of each token the largest logit
+    # and the sum of exponentials; the value of the loss itself is not asked for.
+    numbers = BATCH // mesh.shape["data"] * LENGTH
+    assert sum(c.operand_bytes for c in moved) == 4 * numbers * (2 * WIDTH + 2)
+
+
 @pytest.mark.parametrize("shape", [{"data": 4, "model": 2}, {"data": 2, "model": 4}])
 def test_rows_are_found_where_they_lie(shape):
     mesh = mesh_of(shape)
     found = training.Setup(
         split_loss, weights(), SPECS, batches(), P("data"), optimizer(), mesh
     ).by_hand()
-    assert found.error(reference()) <= 1e-5
-    moved = [c for c in found.collectives if groups_of(c) == training.along(mesh, "model")]
-    assert {c.kind for c in moved} == {"all-reduce"}
-    # The rows that were looked up, what comes back to them, and of each token the largest logit
-    # and the sum of exponentials; the value of the loss itself is not asked for.
-    numbers = BATCH // shape["data"] * LENGTH
-    assert sum(c.operand_bytes for c in moved) == 4 * numbers * (2 * WIDTH + 2)
+    assert_only_rows_move(found, mesh)
 
 
 def test_rows_split_by_the_compiler():
@@ -93,11 +97,7 @@ def test_a_whole_step_finds_rows_where_they_lie(shape):
     found = training.Setup(
         loss, weights(), SPECS, batches(), P("data"), optimizer(), mesh
     ).by_step()
-    assert found.error(reference()) <= 1e-5
-    moved = [c for c in found.collectives if groups_of(c) == training.along(mesh, "model")]
-    assert {c.kind for c in moved} == {"all-reduce"}
-    numbers = BATCH // shape["data"] * LENGTH
-    assert sum(c.operand_bytes for c in moved) == 4 * numbers * (2 * WIDTH + 2)
+    assert_only_rows_move(found, mesh)
 
 
 @pytest.mark.parametrize("mode", ["clip", "fill", "promise_in_bounds"])

@@ -224,7 +224,7 @@ class _Search:
         """Dims along which an operation's result can have any length, because its operands can."""
 
         def is_free(factor: int) -> bool:
-            dims = [(v, d) for v, d in zip(known.step.ins, known.dims(factor), strict=True)]
+            dims = zip(known.step.ins, known.dims(factor), strict=True)
             found = [d in self.free.get(v, ()) for v, d in dims if d is not None]
             return all(found) and (bool(found) or known.step.op.name in _MADE)
 
