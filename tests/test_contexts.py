@@ -458,6 +458,10 @@ def test_replicas_over_two_axes(context, axis):
         *(("reduce-scatter", along[a]) for a in axis),
         *(("all-gather", along[a]) for a in reversed(axis)),
     ]
+    first, second, gather, last = found
+    size = {"a": 2, "b": 4}[axis[0]]
+    assert second.operand_bytes == first.result_bytes == first.operand_bytes // size
+    assert last.operand_bytes == gather.result_bytes == last.result_bytes // size
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,16 @@ import optax
 import pytest
 from jax import lax
 
-from tests.runs import assert_same_bits, batches, leaf, of_kind, training
+from tests.runs import (
+    assert_same_bits,
+    batches,
+    leaf,
+    mean_of,
+    of_kind,
+    reference,
+    relative_error,
+    training,
+)
 from wusharding.analysis.norms import norms_once
 from wusharding.jaxprs import prune, trace
 from wusharding.transforms.interpret import evaluate_program
@@ -81,10 +90,42 @@ def test_what_is_alike_otherwise_is_found():
         np.testing.assert_allclose(found, np.sum(np.square(args[0])) + 9 * 12, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["lamb", "lars"])
+@pytest.mark.parametrize("name", ["lamb", "lars", "clip"])
 def test_all_norms_of_a_step_share_one_all_reduce(name):
     params = {"a": leaf(16, 8), "b": leaf(8, 24)}
     (grads,) = batches(params, steps=1)
-    loop = training("checked", OPTIMIZERS[name](), params)
+    clip = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.01))
+    loop = training("checked", clip if name == "clip" else OPTIMIZERS[name](), params)
     (norms,) = of_kind(loop.collectives(grads), "all-reduce")
-    assert norms.operand_bytes == 4 * 2 * len(params)
+    # Of each weight and of its update; for a clip the sum over all gradients.
+    assert norms.operand_bytes == 4 * (1 if name == "clip" else 2 * len(params))
+
+
+def by_layer():
+    """A trust ratio for each layer of the weights that are stacked by layer."""
+
+    def scaled(u, p):
+        dims = tuple(range(1, p.ndim))
+        weight, update = (jnp.sqrt(jnp.sum(x**2, dims, keepdims=True)) for x in (p, u))
+        return -0.01 * weight / update * u
+
+    def update(updates, state, params):
+        return jax.tree.map(scaled, updates, params), state
+
+    return optax.chain(
+        optax.scale_by_adam(),
+        optax.GradientTransformation(lambda params: optax.EmptyState(), update),
+    )
+
+
+@pytest.mark.parametrize("formats", ["auto", "flat"])
+@pytest.mark.parametrize("shape", [(24, 5, 7), (3, 16, 5)])
+def test_stacked_layers_have_norms_of_their_own(shape, formats):
+    params = {"layers": leaf(*shape) * np.arange(1, shape[0] + 1).reshape(-1, 1, 1)}
+    params = jax.tree.map(lambda x: x.astype(np.float32), params)
+    steps = batches(params)
+    loop = training("checked", by_layer(), params, formats=formats).run(steps)
+    wanted = reference(by_layer(), params, [mean_of(g) for g in steps])
+    assert relative_error((loop.whole_params, loop.plain_state), wanted) <= 1e-5
+    sums = of_kind(loop.collectives(steps[0]), "all-reduce")
+    assert sum(c.operand_bytes for c in sums) <= 4 * 2 * shape[0]

@@ -319,6 +319,22 @@ def test_gradients_travel_in_a_shorter_dtype(mesh8_auto: Mesh) -> None:
     )
 
 
+def test_the_loss_falls_as_with_sums_in_float32(mesh8_auto: Mesh) -> None:
+    args = arguments(mesh8_auto)
+    curves = []
+    for dtype in (None, jnp.bfloat16):
+        step = wus.shard_step(global_step, mesh=mesh8_auto, scatter_dtype=dtype)
+        params, state, *batch = args
+        losses = []
+        for _ in range(100):
+            params, state, loss = step(params, state, *batch)
+            losses.append(loss)
+        curves.append(np.asarray(jax.device_get(losses)))
+    wide, short = curves
+    assert wide[-1] < 0.2 * wide[0]
+    assert 0 < np.max(np.abs(short - wide)) < 0.02 * wide[0]
+
+
 def test_what_cannot_be_sharded_is_refused_or_runs_as_written(mesh8_auto: Mesh) -> None:
     params, state, x, y = arguments(mesh8_auto)
     whole = jax.device_put((x, y), NamedSharding(mesh8_auto, P()))

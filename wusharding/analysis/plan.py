@@ -429,7 +429,8 @@ def problem_lines(problems: Sequence[Problem]) -> list[str]:
         key = (p.primitive, p.why, p.source)
         seen[key] = seen.get(key, 0) + p.moved_bytes
     return [
-        f"  {prim:<16} {bytes_text(n):>12}  {why}  [{src}]" for (prim, why, src), n in seen.items()
+        f"  {prim:<16} {bytes_text(n):>12}  {why}{f'  [{src}]' if src else ''}"
+        for (prim, why, src), n in seen.items()
     ]
 
 
