@@ -12,12 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.lax import GatherScatterMode
 
-# In which a lookup says what it gives of rows that there are not.
-LOOKUP_MODES = (
-    GatherScatterMode.CLIP,
-    GatherScatterMode.FILL_OR_DROP,
-    GatherScatterMode.PROMISE_IN_BOUNDS,
-)
+# In which a lookup gives the nearest of rows that there are not: XLA does so of those that are
+# promised to be there, as `table[ids]` promises.
+CLAMPED_MODES = (GatherScatterMode.CLIP, GatherScatterMode.PROMISE_IN_BOUNDS)
+# In which it is known what a lookup gives of them.
+LOOKUP_MODES = (*CLAMPED_MODES, GatherScatterMode.FILL_OR_DROP)
 
 
 class RowTile(NamedTuple):
@@ -62,7 +61,7 @@ class LookupInTile:
     def bind(self, operand: Any, indices: Any, **params: Any) -> Any:
         mode, rows = params["mode"], self.tile.rows
         asked = _signed(indices)
-        if mode == GatherScatterMode.CLIP:
+        if mode in CLAMPED_MODES:
             asked = jnp.clip(asked, 0, rows - 1)
         at, here = self.tile.places(asked)
         params = params | {"mode": GatherScatterMode.PROMISE_IN_BOUNDS}

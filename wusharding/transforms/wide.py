@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.lax import GatherScatterMode
 
-from wusharding.analysis.rows import ScatterIntoZeros
+from wusharding.analysis.rows import CLAMPED_MODES, ScatterIntoZeros
 from wusharding.analysis.rules.base import Reduction
 from wusharding.analysis.wide import WideOp
 from wusharding.jaxprs import Op
@@ -58,6 +58,11 @@ def wide_operands(wide: WideOp, op: Op, args: Sequence[Any]) -> tuple[Op, list[A
         op = dataclasses.replace(
             op, primitive=dataclasses.replace(op.primitive, shape=wide.out_shape)
         )
+    if op.name == "gather" and wide.ins[0] is not None:
+        slices = list(op.params["slice_sizes"])
+        if slices[wide.ins[0]] == wide.rows:  # all of the dim; 1 where indices go along with it
+            slices[wide.ins[0]] = out[0].shape[wide.ins[0]]
+            op = dataclasses.replace(op, params=op.params | {"slice_sizes": tuple(slices)})
     if op.name.startswith("scatter"):
         indexed = op.params["dimension_numbers"].scatter_dims_to_operand_dims
         at = len(out) - 2  # indices, then updates
@@ -72,7 +77,8 @@ def wide_lookup(
 ) -> jax.Array | None:
     """Indices with which `gather` gives of `wide` what it gives of the array itself.
 
-    Where the array itself would be asked for a row that it lacks, so is `wide`.
+    Where the array itself would be asked for a row that it lacks, so is `wide`; where that is
+    promised not to be, it is given the row that XLA gives, the last one.
 
     Args:
       params: those of the `gather` that reads an array of `shape`.
@@ -92,11 +98,11 @@ def wide_lookup(
     if jnp.iinfo(indices.dtype).max < longest:
         return None
     column = numbers.start_index_map.index(dim)
-    if mode == GatherScatterMode.CLIP:
+    if mode in CLAMPED_MODES:
         return _clipped(indices, column, rows)
     if mode == GatherScatterMode.FILL_OR_DROP:
         return _moved(indices, jnp.where(indices < rows, indices, longest), column)
-    return indices if mode == GatherScatterMode.PROMISE_IN_BOUNDS else None
+    return None
 
 
 def _clipped(indices: jax.Array, column: int, rows: int) -> jax.Array:
