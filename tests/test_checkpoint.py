@@ -369,6 +369,9 @@ def test_states_of_others_are_refused(tmp_path):
         checkpoint.save(manager, 1, tx, params, LAMB.init(params))
     with pytest.raises(wus.StateMismatchError, match="the optimizer is plain optax"):
         checkpoint.save(manager, 1, LAMB, params, tx.init(params))
+    stored = tx.init(params).inner  # as a whole step returns it
+    with pytest.raises(wus.StateMismatchError, match=r"mu\['b'\]: found .*need .*step.unshard"):
+        checkpoint.save(manager, 1, LAMB, params, stored)
     with pytest.raises(ValueError, match="master=: the name is taken"):
         checkpoint.save(manager, 1, tx, params, tx.init(params), master=1)
     assert manager.all_steps() == []

@@ -111,7 +111,26 @@ class Fit:
                 yield f"opt_state{path}: found {found}, and {want.dtype} does not hold it"
 
 
-def _differences(item: str, saved: Mapping[str, Entry], wanted: PyTree) -> Iterator[str]:
+def check_plain_state(state: PyTree, wanted: PyTree) -> None:
+    """A state to be saved is one of plain optax, in logical shapes.
+
+    Args:
+      state: arrays.
+      wanted: `jax.ShapeDtypeStruct`s of the optimizer's own state for the weights.
+
+    Raises:
+      StateMismatchError: it is not, as what `shard_step` returns.
+    """
+    problems = list(_differences("state", _by_path(state), wanted))
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise StateMismatchError(
+            f"save: found no state of this optimizer for these weights: {'; '.join(problems[:3])}"
+            f"{more}. State that a step of shard_step returns, save as step.unshard(state)."
+        )
+
+
+def _differences(item: str, saved: Mapping[str, Any], wanted: PyTree) -> Iterator[str]:
     named = _by_path(wanted)
     for path in sorted({*saved, *named}):
         if path not in named:

@@ -11,7 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from wusharding.checkpoint.fit import Fit
+from wusharding.checkpoint.fit import Fit, check_plain_state
 from wusharding.checkpoint.logical import (
     Optimizer,
     abstract_state,
@@ -76,7 +76,7 @@ def save(
       step: its number.
       tx: from `shard_updates`, or a plain optax optimizer.
       params: the weights, as global arrays.
-      state: the state of `tx`.
+      state: the state of `tx`; of a step of `shard_step`, `step.unshard(state)` with plain optax.
       force: save even where the manager's policy would not.
       **items: what else to save with them, as arguments of Orbax: `data=ocp.args.JsonSave(...)`.
 
@@ -84,12 +84,14 @@ def save(
       Whether the manager saves at this step.
 
     Raises:
-      StateMismatchError: `state` is not one of `tx`.
+      StateMismatchError: `state` is not one of `tx` for `params`.
     """
     _check_names(items)
     if not force and not manager.should_save(step):
         return False
     logical = logical_state(tx, state)
+    if not isinstance(tx, ShardedOptimizer):
+        check_plain_state(logical.opt_state, abstract_state(tx, params).opt_state)
     trees = _with_arrays({"params": as_data(params), **logical._asdict()})
     plan = json.loads(tx.plan(params).to_json()) if isinstance(tx, ShardedOptimizer) else None
     args: dict[str, Any] = {name: ocp.args.PyTreeSave(tree) for name, tree in trees.items()}
