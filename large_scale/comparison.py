@@ -25,6 +25,7 @@ def compare(
       about: what is compared, in a few lines, for the page.
 
     Raises:
+      TypeError: a step without its arguments.
       ValueError: as `aot.compile_step`.
 
     >>> import jax, jax.numpy as jnp
@@ -36,6 +37,13 @@ def compare(
     >>> [(r.name, r.largest("all-reduce")) for r in found.reports]
     [('sum', 128), ('max', 128)]
     """
+    for name, given in steps.items():
+        if not isinstance(given, tuple | list) or not given or not callable(given[0]):
+            kind = type(given).__name__
+            raise TypeError(
+                f"compare: {name!r}: found a {kind}, need a tuple of the step and its arguments: "
+                "(step, *args), the arguments as aot.placed makes them."
+            )
     found = Comparison(title, about)
     found.compile(steps.items(), len(steps))
     return found
