@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -19,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import wusharding as wus
 from benchmarks import processes
 from large_scale import hlo
-from tests.runs import batches, hlo_of, mesh_of, unreduced_mean
+from tests.runs import batches, hlo_of, mesh_of, pairs, unreduced_mean
 from wusharding import checkpoint
 
 Tree = Any
@@ -87,11 +88,46 @@ class Training:
 
     def seen(self) -> dict[str, np.ndarray]:
         """Weights and state in logical shapes, as this process sees them."""
-        tree = {"params": self.params, "state": self.tx.unshard(self.state)}
-        return {
-            jax.tree_util.keystr(path): np.asarray(x.addressable_data(0))
-            for path, x in jax.tree.leaves_with_path(tree)
-        }
+        return arrays_of({"params": self.params, "state": self.tx.unshard(self.state)})
+
+
+def arrays_of(tree: Tree) -> dict[str, np.ndarray]:
+    """By path, what the first device of this process holds."""
+    return {
+        jax.tree_util.keystr(path): np.asarray(x.addressable_data(0))
+        for path, x in jax.tree.leaves_with_path(tree)
+    }
+
+
+class WholeStep:
+    """The loop of one global-view step through `shard_step`; its optimizer is plain optax."""
+
+    def __init__(self, num_devices: int) -> None:
+        self.mesh = mesh_of({"data": num_devices}, auto=True)
+        self.tx = OPTIMIZERS["lamb"]()
+        self.params = jax.device_put(weights(), NamedSharding(self.mesh, P()))
+        self.state = self.tx.init(self.params)
+
+        def loss_of(params: Tree, grads: Tree) -> Any:
+            """Products of weights with each replica's gradients, averaged: it has their mean."""
+            return sum(jnp.sum(g * w) / num_devices for g, w in pairs(grads, params))
+
+        def step(params: Tree, state: Any, grads: Tree) -> tuple[Tree, Any, Any]:
+            loss, grads = jax.value_and_grad(loss_of)(params, grads)
+            updates, state = self.tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, loss
+
+        self.step = wus.shard_step(step, mesh=self.mesh)
+
+    def run(self, first: int, last: int) -> None:
+        grads = batches(weights(), self.mesh.size, last)
+        for step in range(first, last):
+            given = split_over(self.mesh, grads[step])
+            self.params, self.state, _ = self.step(self.params, self.state, given)
+
+    def seen(self) -> dict[str, np.ndarray]:
+        """The weights, as this process sees them."""
+        return arrays_of(self.params)
 
 
 def train(directory: Path) -> None:
@@ -107,6 +143,19 @@ def train(directory: Path) -> None:
         check_equal_pieces(loop.tx.shard(plain, loop.params), loop.state)
         logical = checkpoint.logical_state(loop.tx, loop.state)
         check_equal_pieces(checkpoint.sharded_state(loop.tx, logical, loop.params), loop.state)
+    train_whole(directory / "whole")
+
+
+def train_whole(directory: Path) -> None:
+    """Trains by a whole step, saves it in the middle, and goes on from what was saved."""
+    loop = WholeStep(jax.device_count())
+    loop.run(0, 2)
+    assert not loop.state[0].mu["w"].is_fully_replicated
+    manager = ocp.CheckpointManager(directory.absolute())
+    checkpoint.save(manager, 2, loop.tx, *loop.step.unshard((loop.params, loop.state)))
+    _, loop.params, loop.state, *_ = checkpoint.restore(manager, loop.tx, loop.params)
+    loop.run(2, STEPS)
+    np.savez(directory / f"seen_by_{jax.process_index()}.npz", **loop.seen())
 
 
 def resume(directory: Path) -> None:

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from benchmarks import processes
-from tests.process_worker import CASES, STEPS, Training
+from tests.process_worker import CASES, STEPS, Training, WholeStep
 from tests.runs import assert_same_bits, relative_error
 from wusharding import checkpoint
 
@@ -50,6 +50,14 @@ def test_two_processes_have_the_numbers_of_one(name, mode, trained):
     # The sums of gradients are exact; the programs are others, and fuse their products otherwise.
     assert relative_error(found, wanted) <= 1e-6
     assert_same_bits(seen(trained / f"{name}_{mode}", 1), found)
+
+
+def test_a_whole_step_in_two_processes_goes_on_from_its_checkpoint_as_one_does(trained):
+    loop = WholeStep(4)
+    loop.run(0, STEPS)
+    found = seen(trained / "whole")
+    assert relative_error(found, loop.seen()) <= 1e-6
+    assert_same_bits(seen(trained / "whole", 1), found)
 
 
 def restored(directory: Path, count: int) -> tuple[Any, Training]:

@@ -96,7 +96,7 @@ def shard_updates(
         dims ("merged") and all dims merged ("flat"); the other values allow one kind only.
       min_shard_elems: weights and state arrays with fewer elements stay replicated.
       bucket_bytes: arrays travel together in buffers of at most this many bytes; larger ones
-        travel alone, on CPU those of 256 KiB already.
+        travel alone, on CPU and TPU those of 256 KiB already.
       scatter_dtype: dtype in which gradients of a longer floating dtype are summed; or a mapping
         from axes among `axis` to dtypes, for the sums along these: `{"dcn": jnp.bfloat16}` halves
         what crosses slices. What is not split is summed in its own dtype.
