@@ -75,7 +75,10 @@ def check_lines(axis: str, size: int, lines: Lines) -> None:
     Raises:
       ValueError: they are not.
     """
-    flat = [i for groups in lines for group in groups for i in group]
+    try:
+        flat = [int(i) for groups in lines for group in groups for i in group]
+    except (TypeError, ValueError):
+        flat = []
     if not flat or min(flat) < 0 or max(flat) >= size or not _is_grid(lines, size):
         raise ValueError(
             f"lines[{axis!r}]: need, for each dim of a grid of the {size} positions along "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from wusharding.analysis.placement import Replicas
 from wusharding.analysis.replication import needing_whole
@@ -28,8 +28,20 @@ _REMEDIES: Mapping[str, str] = {
 }
 
 
-def why_nothing(update: StepUpdate, replicas: Replicas) -> str:
-    """Why nothing of a step is sharded."""
+def why_nothing(
+    update: StepUpdate,
+    replicas: Replicas,
+    paths: Sequence[str],
+    pairs: Sequence[tuple[int, int]],
+) -> str:
+    """Why nothing of a step is sharded.
+
+    Args:
+      update: what was found in it.
+      replicas: the mesh.
+      paths: names of its arguments.
+      pairs: positions of arguments that come out again, and of the results that they are.
+    """
     axes = replicas.reduce_axes
     if replicas.num_shards == 1:
         return f"the axes {replicas.shard_axes} to shard over have size 1."
@@ -52,6 +64,18 @@ def why_nothing(update: StepUpdate, replicas: Replicas) -> str:
             f"no weights were found, for {whole.name} at {whole.source} needs the whole of "
             f"the batch, which is split over {axes}: what follows is the same on every replica. "
             + _REMEDIES.get(whole.name, _REMEDY)
+        )
+    split = [
+        paths[i]
+        for i in sorted(i for i, _ in pairs)
+        if not set(axes).isdisjoint(update.facts.spreads[update.program.inputs[i]].axes())
+    ]
+    if not update.weights and split:
+        return (
+            f"no weights were found: args{split[0]} comes out of the step again, and comes in "
+            f"split over {axes}, so that its update differs between replicas. Hand weights and "
+            "state over whole: jax.device_put(x, NamedSharding(mesh, PartitionSpec())), or, of "
+            "what another sharded step returned, step.unshard(x)."
         )
     if not update.weights:
         return (

@@ -97,6 +97,27 @@ def check_count(name: str, value: Any, least: int) -> int:
     return int(value)
 
 
+def check_argnums(name: str, value: Any) -> tuple[int, ...] | None:
+    """`value` is the position of an argument, or several, or None."""
+    if value is None:
+        return None
+    several = isinstance(value, Iterable) and not isinstance(value, str)
+    found: tuple[Any, ...] = tuple(value) if several else (value,)
+    if not all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in found):
+        raise ValueError(f"{name}={value!r}: need the position of an argument, or several.")
+    return tuple(int(i) for i in found)
+
+
+def check_positions(name: str, numbers: Sequence[int], count: int) -> tuple[int, ...]:
+    """Each number is the position of one of `count` arguments, from the end if it is negative."""
+    for i in numbers:
+        if not -count <= i < count:
+            raise ValueError(
+                f"{name}={tuple(numbers)}: the step has {count} arguments, and no {i}."
+            )
+    return tuple(sorted({i % count for i in numbers}))
+
+
 def check_float_dtype(name: str, dtype: Any) -> Any:
     """`dtype` is a floating dtype or None."""
     if dtype is None:

@@ -94,8 +94,6 @@ def shard_step(
         raise TypeError(f"step: found {type(step).__name__}, need a function.")
     reduce_axes = checks.axis_tuple("axis", axis)
     shard_axes = reduce_axes if shard_axis is None else checks.axis_tuple("shard_axis", shard_axis)
-    if isinstance(donate_argnums, int):
-        donate_argnums = (donate_argnums,)
     options = StepOptions(
         reduce_axes=reduce_axes,
         shard_axes=checks.check_subset(shard_axes, reduce_axes),
@@ -108,7 +106,7 @@ def shard_step(
             checks.check_choice("accumulate", accumulate, ("whole", "shards")),
             checks.check_sum_dtypes("scatter_dtype", scatter_dtype, reduce_axes),
         ),
-        donate_argnums=None if donate_argnums is None else tuple(donate_argnums),
+        donate_argnums=checks.check_argnums("donate_argnums", donate_argnums),
         on_unsupported=checks.check_choice("on_unsupported", on_unsupported, ("raise", "warn")),
         target=checks.check_choice("target", target, (*checks.TARGETS, None)),
     )
@@ -209,6 +207,12 @@ class ShardedStep:
           StateMismatchError: it is none of these, or may be several that are stored differently.
         """
         leaves, treedef = jax.tree.flatten(tree)
+        for x in leaves:
+            if not hasattr(x, "shape") or isinstance(x, jax.ShapeDtypeStruct):
+                raise TypeError(
+                    f"unshard: found {type(x).__name__}, need arrays. Of shapes ask "
+                    "jax.eval_shape(step.unshard, shapes)."
+                )
         known = self._programs.part(treedef, leaves)
         if known is None:
             children, outer = jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)

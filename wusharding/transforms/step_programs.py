@@ -20,8 +20,13 @@ from wusharding.analysis.placement import Placement, Replicas
 from wusharding.analysis.refusal import why_nothing
 from wusharding.analysis.step import StepUpdate, find_update
 from wusharding.analysis.step_plan import StepPlan, make_step_plan
-from wusharding.errors import ContextError, StateMismatchError, UnsupportedStepError
-from wusharding.transforms.checks import concrete_mesh
+from wusharding.errors import (
+    ContextError,
+    ShardingError,
+    StateMismatchError,
+    UnsupportedStepError,
+)
+from wusharding.transforms.checks import check_positions, concrete_mesh
 from wusharding.transforms.context import (
     Context,
     check_axes,
@@ -33,6 +38,9 @@ from wusharding.transforms.context import (
 from wusharding.transforms.copies import check_copies
 from wusharding.transforms.step_runner import runner
 from wusharding.transforms.step_storage import (
+    as_whole,
+    check_alive,
+    is_stored,
     is_stored_otherwise,
     placed,
     shapes,
@@ -43,6 +51,11 @@ from wusharding.transforms.step_trace import traced
 from wusharding.transforms.storage import stored_struct
 from wusharding.transforms.trees import flatten_with_paths, matched, nodes
 
+_STORED_ELSEWHERE = (
+    "shard_step: raised by the step itself, while it was traced for these arguments. State that a "
+    "sharded step returned is stored in pieces, which that step alone takes: hand it to another "
+    "one whole, as step.unshard(state) gives it."
+)
 _UNREACHED = "no split weight's update meets it"
 
 
@@ -99,6 +112,10 @@ class Built:
             for leaf, x in zip(self.ins, arrays, strict=True)
         )
 
+    def as_whole(self, arrays: Sequence[Any]) -> list[Any]:
+        """Arrays, and of those that come as stored the shapes that they have whole."""
+        return [as_whole(self.context, leaf, x) for leaf, x in zip(self.ins, arrays, strict=True)]
+
     def described(self) -> Any:
         """The arguments as they are stored, as `jax.ShapeDtypeStruct`s with shardings."""
         mesh = concrete_mesh(self.context.mesh)
@@ -108,10 +125,13 @@ class Built:
     def placed(self, args: Any) -> Any:
         """Arguments as they are stored, on the mesh; those that are there already are not moved."""
         arrays = [x if hasattr(x, "shape") else jnp.asarray(x) for x in jax.tree.leaves(args)]
-        whole = unstored(self.context.replicas, self.ins, arrays)
+        check_alive(self.ins, arrays)
+        replicas = self.context.replicas
+        whole = unstored(replicas, self.ins, arrays)
         if whole or not self.seen:
             asked = whole if self.seen else range(len(arrays))
-            check_copies(self.context, [(self.ins[i], arrays[i]) for i in asked])
+            pairs = [(self.ins[i], arrays[i]) for i in asked]
+            check_copies(self.context, [p for p in pairs if not is_stored(p[0], replicas, p[1])])
             self.seen.append(True)
         arrays = stored(self.context, self.ins, arrays, whole)
         return self.args_def.unflatten(placed(self.context, self.ins, arrays))
@@ -164,8 +184,20 @@ class StepPrograms:
                 (b for b in self._built.values() if b.args_def == treedef and b.accepts(leaves)),
                 None,
             )
-            self._built[key] = known or self._build(paths, leaves, treedef)
+            self._built[key] = known or self._build_for(paths, leaves, treedef)
         return self._built[key]
+
+    def _build_for(self, paths: Sequence[str], leaves: Sequence[Any], treedef: Any) -> Built:
+        """The step for arguments of which some may come as an earlier call stored them.
+
+        So the last batch of an epoch, which is smaller, finds the state of the batches before.
+        """
+        for built in reversed(self._built.values()):
+            if built.args_def == treedef:
+                whole = built.as_whole(leaves)
+                if any(x is not y for x, y in zip(whole, leaves, strict=True)):
+                    return _checked(self._build(paths, whole, treedef), leaves)
+        return self._build(paths, leaves, treedef)
 
     def part(self, treedef: Any, arrays: Sequence[Any]) -> tuple[Context, Sequence[Leaf]] | None:
         """The leaves that a tree has in the arguments or results of the step; None if none has."""
@@ -207,7 +239,12 @@ class StepPrograms:
             mesh, options.reduce_axes, options.shard_axes, options.lines, placed=mesh
         )
         replicas = context.replicas
-        found = traced(self._step, mesh, leaves, treedef)
+        try:
+            found = traced(self._step, mesh, leaves, treedef)
+        except Exception as e:
+            if not isinstance(e, ShardingError):
+                e.add_note(_STORED_ELSEWHERE)
+            raise
         pairs = matched(found.args, found.out_shape)
         update = find_update(found.program, replicas, found.inputs, pairs, options.style)
         target = options.target or platform_of(mesh)
@@ -221,10 +258,13 @@ class StepPrograms:
             min_shard_elems=options.min_shard_elems,
         )
         if not any(p.span for p in (*assigned.params, *assigned.state)):
-            raise UnsupportedStepError(why_nothing(update, replicas))
+            raise UnsupportedStepError(why_nothing(update, replicas, paths, pairs))
         out_paths, _, out_def = flatten_with_paths(found.out_shape)
         ins, outs = _leaves_of(update, assigned, (paths, out_paths), options, target, replicas)
-        donate = found.donated if options.donate_argnums is None else options.donate_argnums
+        donate = found.donated
+        if options.donate_argnums is not None:
+            count = len(found.args)
+            donate = check_positions("donate_argnums", options.donate_argnums, count)
         buckets = bucket_sizes(options.bucket_bytes, target)
 
         def plan() -> StepPlan:
@@ -273,6 +313,19 @@ class StepPrograms:
         if not isinstance(mesh, Mesh) and self._mesh is not None:
             return self._mesh
         return mesh
+
+
+def _checked(built: Built, arrays: Sequence[Any]) -> Built:
+    """A step that takes arrays as an earlier one stored them."""
+    replicas = built.context.replicas
+    for leaf, x in zip(built.ins, arrays, strict=True):
+        if tuple(x.shape) not in shapes(leaf, replicas):
+            raise StateMismatchError(
+                f"args{leaf.path}: found {list(x.shape)}, as a call with other arguments stored "
+                f"it; for these it is stored as {list(leaf.stored_shape(replicas))}. Hand it over "
+                "whole, as step.unshard(state) gives it."
+            )
+    return built
 
 
 def _form_of(x: Any) -> tuple[Any, ...]:

@@ -42,6 +42,14 @@ def is_stored_otherwise(leaf: Leaf, replicas: Replicas, x: Any) -> bool:
     return tuple(x.shape) != leaf.logical_shape(replicas) or _is_reordered(leaf, replicas, x)
 
 
+def is_stored(leaf: Leaf, replicas: Replicas, x: Any) -> bool:
+    """Whether an array comes as it is stored, where that is split."""
+    stored, logical = leaf.stored_shape(replicas), leaf.logical_shape(replicas)
+    if leaf.placement.span is None or x.dtype != leaf.dtype or tuple(x.shape) != stored:
+        return False
+    return stored != logical or _lies_as_stored(leaf, replicas, x)
+
+
 def _may_be_reordered(leaf: Leaf, replicas: Replicas) -> bool:
     """Whether shards lie in an order of their own, though the shape may be the same.
 
@@ -64,6 +72,10 @@ def _is_reordered(leaf: Leaf, replicas: Replicas, x: Any) -> bool:
             f"have shape {tuple(x.shape)}. Call the step outside of jit, or make the mesh with "
             "axis_types=(jax.sharding.AxisType.Explicit, ...)."
         )
+    return _lies_as_stored(leaf, replicas, x)
+
+
+def _lies_as_stored(leaf: Leaf, replicas: Replicas, x: Any) -> bool:
     spec, ndim = spec_of(x), len(x.shape)  # typed ones name every dim
     return spec is not None and spec_tiles(spec, ndim) == spec_tiles(leaf.spec(replicas), ndim)
 
@@ -117,6 +129,26 @@ def converter(context: Context, leaf: Leaf, back: bool) -> tuple[Any, PartitionS
     kept, logical = leaf.spec(replicas), leaf.logical_spec()
     into, out = (kept, logical) if back else (logical, kept)
     return jax.jit(mapped(context, body, [[into]], [[out]])), into
+
+
+def as_whole(context: Context, leaf: Leaf, x: Any) -> Any:
+    """The array, or, where it comes as stored, the shape that it has whole."""
+    if not is_stored(leaf, context.replicas, x):
+        return x
+    assert context.mesh is not None, "a step is built for a mesh"
+    sharding = NamedSharding(context.mesh, leaf.logical_spec())
+    shape = leaf.logical_shape(context.replicas)
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+
+def check_alive(leaves: Sequence[Leaf], arrays: Sequence[Any]) -> None:
+    """No array was donated before: XLA's CPU client may end the process where one was."""
+    for leaf, x in zip(leaves, arrays, strict=True):
+        if isinstance(x, jax.Array) and not is_tracer(x) and x.is_deleted():
+            raise ValueError(
+                f"args{leaf.path}: it was donated to an earlier call, and is gone. Go on with what "
+                "that call returned, or donate less (donate_argnums)."
+            )
 
 
 def placed(context: Context, leaves: Sequence[Leaf], arrays: Sequence[Any]) -> list[Any]:

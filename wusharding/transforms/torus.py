@@ -24,6 +24,8 @@ def lines_of(
     """
     if given is None:
         return _lines_of_mesh(mesh, shard_axes) if isinstance(mesh, Mesh) else ()
+    if not isinstance(given, Mapping):
+        raise TypeError(f"lines: found {type(given).__name__}, need a mapping from axes to lines.")
     for axis, lines in given.items():
         if axis not in shard_axes:
             raise ValueError(f"lines: {axis!r} is not among the axes to shard over, {shard_axes}.")
