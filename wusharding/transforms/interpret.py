@@ -368,6 +368,12 @@ def evaluate_program(
 
     Returns:
       The program's outputs.
+
+    >>> import jax.numpy as jnp
+    >>> from wusharding.jaxprs import trace
+    >>> program, _ = trace(lambda x: jnp.sum(2.0 * x), jnp.ones(3))
+    >>> [float(x) for x in evaluate_program(program, [jnp.ones(3)])]
+    [6.0]
     """
     env: dict[int, Any] = dict(program.consts)
     env.update(zip(program.inputs, args, strict=True))

@@ -89,6 +89,20 @@ def shard_step(
       UnsupportedStepError: nothing in it can be sharded.
 
     Source: Xu et al. 2020 (arXiv 2004.13336).
+
+    >>> import jax.numpy as jnp, optax
+    >>> from jax.sharding import NamedSharding, PartitionSpec as P
+    >>> mesh, adam = jax.make_mesh((8,), ("data",)), optax.adam(1e-3)
+    >>> def train_step(w, state, x):
+    ...     grads = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    ...     updates, state = adam.update(grads, state, w)
+    ...     return optax.apply_updates(w, updates), state
+    >>> w = jax.device_put(jnp.ones((17, 16)), NamedSharding(mesh, P()))
+    >>> x = jax.device_put(jnp.ones((32, 17)), NamedSharding(mesh, P("data")))
+    >>> step = shard_step(train_step, mesh=mesh)
+    >>> w, state = step(w, adam.init(w), x)
+    >>> state[0].mu.addressable_shards[0].data.size, step.unshard(state)[0].mu.shape  # of 272
+    (34, (17, 16))
     """
     if not callable(step):
         raise TypeError(f"step: found {type(step).__name__}, need a function.")
@@ -259,6 +273,20 @@ def analyze(step: Callable[..., Any], *args: Any, **options: Any) -> StepPlan:
       step: as for `shard_step`, or a `ShardedStep`.
       *args: its arguments; `jax.ShapeDtypeStruct`s suffice, with shardings for what is split.
       **options: as for `shard_step`.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+    >>> mesh, momentum = AbstractMesh((64,), ("data",)), optax.sgd(0.1, momentum=0.9)
+    >>> def train_step(w, state, x):
+    ...     grads = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    ...     updates, state = momentum.update(grads, state, w)
+    ...     return optax.apply_updates(w, updates), state
+    >>> def shape(*dims, spec=P()):
+    ...     return jax.ShapeDtypeStruct(dims, jnp.float32, sharding=NamedSharding(mesh, spec))
+    >>> w, x = shape(512, 256), shape(1024, 512, spec=P("data"))
+    >>> plan = analyze(train_step, w, momentum.init(jnp.zeros((512, 256))), x)
+    >>> plan.state_bytes, plan.held_bytes
+    (524288, 8192)
     """
     sharded = step if isinstance(step, ShardedStep) else shard_step(step, **options)
     return sharded.plan_for(*args)

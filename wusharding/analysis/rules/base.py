@@ -118,7 +118,15 @@ def sizes_of(aval: Aval) -> dict[int, int]:
 
 
 def factors_of(program: Program, op: Op) -> Factors | None:
-    """The labels of `op`, or None where its primitive has no rule."""
+    """The labels of `op`, or None where its primitive has no rule.
+
+    >>> import jax.numpy as jnp
+    >>> from wusharding.jaxprs import trace
+    >>> program, _ = trace(lambda x, w: x @ w, jnp.ones((8, 6)), jnp.ones((6, 3)))
+    >>> found = factors_of(program, program.ops[0])
+    >>> [len(dims) for dims in found.outs], sorted(found.sizes.values()), len(found.reduced)
+    ([2], [3, 6, 8], 1)
+    """
     rule = RULES.get(op.name)
     if rule is None:
         return None
