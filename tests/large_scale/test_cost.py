@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from tests.large_scale.compilers import needs_libtpu
 from tests.large_scale.fakes import fake_devices
 from tests.runs import batches, of_kind, training
 
+DOCS = Path(__file__).parents[2] / "docs"
 W = CHIPS["v5e"].link_bytes_per_second
 HOP = 1e-6
 
@@ -121,6 +123,21 @@ def test_it_explains_itself():
     text = str(cost.choose("v5e:4x16", 10**6, min_shards=64))
     assert re.search(r"reduce-scatter +y +16 +float32 +3\.815", text)
     assert "one all-reduce: 1 shards, needs 64" in text
+
+
+def test_the_page_shows_what_it_says():
+    page = " ".join((DOCS / "aot.md").read_text().split())
+    (elems,) = re.findall(r'large_scale\.choose\("v3:128x32", ([\d_]+), min_shards=64\)', page)
+    text = str(cost.choose("v3:128x32", int(elems), min_shards=64))
+    assert " ".join(text.partition("\nscattered")[0].split()) in page
+    for name, words in {
+        "v5e:16x16": "takes {:.1f} ms instead of {:.1f} on v5e:16x16",
+        "v5p:16x16x16": "{:.1f} instead of {:.1f} on v5p:16x16x16",
+        "v3:128x32": "on v3:128x32 it is {:.1f} instead of {:.1f}",
+        "h100:8x8": "on h100:8x8 {:.1f} instead of {:.1f}",
+    }.items():
+        ms = [1e3 * cost.scheme(name, 210_000_000, over).seconds for over in (None, ())]
+        assert words.format(*ms) in page
 
 
 def test_links_that_cannot_be_told():
