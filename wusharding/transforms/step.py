@@ -24,7 +24,7 @@ from wusharding.errors import (
 from wusharding.transforms import checks
 from wusharding.transforms.context import is_tracer
 from wusharding.transforms.step_programs import Built, StepOptions, StepPrograms
-from wusharding.transforms.step_storage import convert, is_stored_otherwise
+from wusharding.transforms.step_storage import convert, is_split
 
 PyTree = Any
 
@@ -212,7 +212,7 @@ class ShardedStep:
         return self._for(args).placed(args)
 
     def unshard(self, tree: PyTree) -> PyTree:
-        """State as the step returns it, back in logical shapes; lossless.
+        """State as the step returns it, whole and in logical shapes; lossless.
 
         Args:
           tree: an argument of the step, a result, any part of these, or a tree of such parts.
@@ -238,11 +238,7 @@ class ShardedStep:
                 )
             return outer.unflatten(map(self.unshard, children))
         context, found = known
-        split = [
-            i
-            for i, leaf in enumerate(found)
-            if is_stored_otherwise(leaf, context.replicas, leaves[i])
-        ]
+        split = [i for i, leaf in enumerate(found) if is_split(leaf, context.replicas, leaves[i])]
         whole = convert(context, [found[i] for i in split], [leaves[i] for i in split], back=True)
         for i, x in zip(split, whole, strict=True):
             leaves[i] = x

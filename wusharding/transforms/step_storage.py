@@ -50,6 +50,11 @@ def is_stored(leaf: Leaf, replicas: Replicas, x: Any) -> bool:
     return stored != logical or _lies_as_stored(leaf, replicas, x)
 
 
+def is_split(leaf: Leaf, replicas: Replicas, x: Any) -> bool:
+    """Whether an array comes as it is stored, if only in that it is split."""
+    return is_stored_otherwise(leaf, replicas, x) or is_stored(leaf, replicas, x)
+
+
 def _may_be_reordered(leaf: Leaf, replicas: Replicas) -> bool:
     """Whether shards lie in an order of their own, though the shape may be the same.
 
