@@ -281,9 +281,9 @@ class Work:
     Args:
       name: its name in the text.
       opcode: what it is.
-      kind: one of `WORK`: "forward" and "backward" are told by JAX's names, and what only reads
-        arguments that are not donated, where others are, is forward too: the batch. Of the rest,
-        "relayout" moves data and computes nothing, and "update" is all else.
+      kind: one of `WORK`: "forward" and "backward" are told by JAX's names, and beside these what
+        only reads arguments that are not donated, where others are, is forward too: the batch. Of
+        the rest, "relayout" moves data and computes nothing, and "update" is all else.
       cycles: XLA's estimate; None where it gives none.
       nbytes: bytes that it reads and writes.
       type: what it makes: dtype and shape, layout left out.
@@ -322,7 +322,8 @@ def work(hlo_text: str) -> list[Work]:
     beside the rest and are left out.
     """
     computations = parse(hlo_text)
-    batch = _not_donated(hlo_text, computations)
+    # Where nothing was differentiated there is no forward pass: what comes in are gradients.
+    batch = _not_donated(hlo_text, computations) if "jvp(" in hlo_text else set()
     found = []
     for name in _scheduled(hlo_text, computations):
         for i in computations[name].values():
@@ -393,7 +394,7 @@ def _work_kind(
         return "backward"
     if "jvp(" in instruction.op_name:
         return "forward"
-    if {o.rpartition("%")[2] for o in instruction.operands} <= batch:
+    if batch and {o.rpartition("%")[2] for o in instruction.operands} <= batch:
         return "forward"  # images on their way into the layout of the first convolution
     moves = opcodes(instruction, computation, computations) - _STILL <= _MOVES
     return "relayout" if moves else "update"

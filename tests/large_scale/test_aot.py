@@ -129,6 +129,12 @@ def test_work_by_kind():
         head = f"input_output_alias={{ {donated} }}, num_partitions=4"
         kinds = {w.name: w.kind for w in hlo.work(TPU_TEXT.replace("num_partitions=4", head))}
         assert (kinds["turned"], kinds["cut"], kinds["bwd"]) == (kind, kind, "backward")
+    # In the update alone what is not donated are gradients.
+    head = "input_output_alias={ {0}: (0, {}, may-alias) }, num_partitions=4"
+    alone = TPU_TEXT.replace("num_partitions=4", head).replace("jvp(", "(")
+    kinds = {w.name: w.kind for w in hlo.work(alone)}
+    assert (kinds["turned"], kinds["cut"]) == ("relayout", "relayout")
+    assert {"forward", "backward"}.isdisjoint(kinds.values())
     sizes = {w.name: w.nbytes for w in hlo.work(TPU_TEXT)}
     assert sizes["r"] == 2 * 64 * 128 * 4 and sizes["cut"] == (64 + 32) * 128 * 4
     # `turned` has another layout; `near` goes to another memory as it lies, and the main one reads.
