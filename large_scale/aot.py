@@ -156,6 +156,7 @@ def placed(tree: Any, mesh: jax.sharding.Mesh, spec: PartitionSpec = _WHOLE) -> 
     default = NamedSharding(mesh, spec)
 
     def place(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+        x = x if hasattr(x, "shape") else jnp.asarray(x)  # a number, such as a step counter
         sharding = getattr(x, "sharding", None)
         kept = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
         if not kept and len(spec) > len(x.shape):

@@ -236,6 +236,7 @@ def complete(
     paths = tuple(f"args{jax.tree_util.keystr(path)}" for path, _ in with_paths)
     graph = Graph(program, dict(mesh.shape), uneven=uneven)
     _annotate_inputs(graph, paths, in_tree, specs)
+    _check_names(graph, names or {})
     for inner in graph.graphs():
         _annotate_inside(inner, names or {})
     for v in program.outputs:
@@ -258,8 +259,21 @@ def _annotate_inputs(graph: Graph, paths: Sequence[str], in_tree: Any, specs: Py
         raise ValueError(f"specs: their tree does not fit the arguments': {e}") from e
     flat = jax.tree.leaves(full, is_leaf=_is_spec)
     for path, v, spec in zip(paths, graph.program.inputs, flat, strict=True):
+        if not _is_spec(spec):
+            found = type(spec).__name__
+            raise ValueError(f"specs: {path}: found a {found}, need a PartitionSpec or None.")
         if spec is not None:
             _annotate(graph, v, spec, path)
+
+
+def _check_names(graph: Graph, names: Mapping[str, PartitionSpec]) -> None:
+    ops = [op for inner in graph.graphs() for op in inner.program.ops]
+    known = sorted({op.params["name"] for op in ops if op.name == "name"})
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(
+            f"names: {unknown}: the function names no array so by jax.ad_checkpoint."
+            f"checkpoint_name; it names {known}."
+        )
 
 
 def _annotate_inside(graph: Graph, names: Mapping[str, PartitionSpec]) -> None:

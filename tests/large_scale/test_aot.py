@@ -221,6 +221,8 @@ def test_arguments_are_placed():
         "shape": struct(8, 24),
         "here": jax.ShapeDtypeStruct((5, 16), jnp.bfloat16, sharding=split),
     }
+    number = aot.placed(3, mesh)
+    assert (number.shape, number.dtype, number.sharding.spec) == ((), jnp.int32, P())
     found = aot.placed(tree, mesh, P("data"))
     assert {k: x.sharding.spec for k, x in found.items()} == {
         "array": P("data"),

@@ -353,6 +353,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"specs": (None, None, P(None, "data"), None)},
         "args[2]: P(None, 'data') has more entries than the array has dims, [10]",
     ),
+    "a sharding": (
+        {"specs": (NamedSharding(mesh(), P()), None, None, None)},
+        "specs: args[0]: found a NamedSharding, need a PartitionSpec or None",
+    ),
+    "a name that nothing has": (
+        {"names": {"hiden": P("data")}},
+        "names: ['hiden']: the function names no array so",
+    ),
     "another tree": ({"specs": (P(), P())}, "specs: their tree does not fit the arguments'"),
 }
 
