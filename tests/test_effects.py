@@ -43,11 +43,12 @@ def loss_of(seen, *, in_loop):
 @pytest.mark.parametrize("in_loop", [False, True])
 @pytest.mark.parametrize("form", ["global", "shard_map"])
 def test_callbacks_of_a_step_run_once_a_device(form, in_loop):
-    losses, norms = [], []
+    losses, norms, calls = [], [], []
     loss, tx = loss_of(losses, in_loop=in_loop), told(norms, optax.adam(0.1))
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
     def step(params, state, x):
+        jax.debug.callback(lambda: calls.append(None))  # of nothing
         grads = jax.grad(loss)(params, x)
         if form == "shard_map":
             grads = lax.pmean(grads, "data")
@@ -64,6 +65,7 @@ def test_callbacks_of_a_step_run_once_a_device(form, in_loop):
     sharded = wus.shard_step(whole, mesh=mesh)(*placed)
     jax.block_until_ready(sharded)
     jax.effects_barrier()
+    assert len(calls) == 8
     assert len(losses) == 8 * (3 if in_loop else 1)
     parts = [np.mean((row @ np.ones((16, 8))) ** 2) for row in ROWS]
     wanted = parts if form == "shard_map" else [np.mean(parts)] * 8

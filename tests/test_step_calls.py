@@ -83,6 +83,16 @@ def test_arguments_donated_to_an_earlier_call_are_named():
             call(*args, x)
 
 
+def test_host_arrays_in_64_bits_are_taken_as_jit_takes_them():
+    mesh = mesh_of({"data": 8}, auto=True)
+    params, state = started(17)
+    doubled = jax.tree.map(lambda x: x.astype(np.float64), params)
+    x = on(mesh, leaf(16, 17), P("data"))
+    sharded = wus.shard_step(plain, mesh=mesh)
+    found, wanted = sharded(doubled, state, x)[0], sharded(params, state, x)[0]
+    np.testing.assert_array_equal(found["w"], wanted["w"])
+
+
 OPTIONS = {
     "no position": ({"donate_argnums": "a"}, r"donate_argnums='a': need the position"),
     "a fraction": ({"donate_argnums": 1.5}, r"donate_argnums=1.5: need the position"),

@@ -21,6 +21,9 @@ _REMEDIES: Mapping[str, str] = {
     "scan": _ROWS_AT_ONCE,
     "dynamic_slice": _ROWS_AT_ONCE,
     "dynamic_update_slice": _ROWS_AT_ONCE,
+    "pure_callback": (
+        "Call it within jax.shard_map, on the rows of one replica, or on what is no batch."
+    ),
     "concatenate": (
         "Lay parts of the batch side by side within each replica's rows: jnp.stack(parts, 1), "
         "reshaped, rather than jnp.concatenate(parts)."

@@ -166,7 +166,8 @@ class _Analysis:
         for k in reversed(range(len(program.ops))):
             op = program.ops[k]
             tiles: dict[int, tuple[str, ...]] = {}
-            if op.subs or facts.varies(op.ins[0] if op.ins else op.outs[0]):
+            first = (*op.ins, *op.outs)[:1]  # `jax.debug.print("here")` has neither
+            if op.subs or any(map(facts.varies, first)):
                 for v, t in zip(op.ins, self._read_by_loop(k, op, facts), strict=True):
                     read(v, t)
                 continue

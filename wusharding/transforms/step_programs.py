@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from wusharding.analysis.assign import Assignment, assign, why_whole
@@ -124,7 +125,7 @@ class Built:
 
     def placed(self, args: Any) -> Any:
         """Arguments as they are stored, on the mesh; those that are there already are not moved."""
-        arrays = [x if hasattr(x, "shape") else jnp.asarray(x) for x in jax.tree.leaves(args)]
+        arrays = [_as_array(x) for x in jax.tree.leaves(args)]
         check_alive(self.ins, arrays)
         replicas = self.context.replicas
         whole = unstored(replicas, self.ins, arrays)
@@ -177,7 +178,7 @@ class StepPrograms:
                     f"args{path}: found {type(x).__name__}, need arrays. Bind settings and "
                     "functions before, as by functools.partial."
                 )
-        leaves = [x if hasattr(x, "shape") else jnp.asarray(x) for x in leaves]
+        leaves = [_as_array(x) for x in leaves]
         key = (treedef, tuple(map(_form_of, leaves)))
         if key not in self._built:
             known = next(
@@ -326,6 +327,15 @@ def _checked(built: Built, arrays: Sequence[Any]) -> Built:
                 "whole, as step.unshard(state) gives it."
             )
     return built
+
+
+def _as_array(x: Any) -> Any:
+    """Numbers, and host arrays of dtypes that JAX does not compute in, as JAX takes them."""
+    if hasattr(x, "shape"):
+        host = isinstance(x, np.ndarray | np.generic)
+        if not host or x.dtype == jax.dtypes.canonicalize_dtype(x.dtype):
+            return x
+    return jnp.asarray(x)
 
 
 def _form_of(x: Any) -> tuple[Any, ...]:
