@@ -153,6 +153,8 @@ def placed(tree: Any, mesh: jax.sharding.Mesh, spec: PartitionSpec = _WHOLE) -> 
     >>> x.shape, x.sharding.shard_shape(x.shape)
     ((16, 5), (2, 5))
     """
+    if not isinstance(spec, PartitionSpec):
+        raise TypeError(f"placed: found {type(spec).__name__} for spec, need a PartitionSpec.")
     default = NamedSharding(mesh, spec)
 
     def place(path: Any, x: Any) -> jax.ShapeDtypeStruct:

@@ -44,6 +44,10 @@ def compare(
                 f"compare: {name!r}: found a {kind}, need a tuple of the step and its arguments: "
                 "(step, *args), the arguments as aot.placed makes them."
             )
+    if not isinstance(steps, Mapping):
+        raise TypeError(
+            f"compare: found {type(steps).__name__}, need a mapping from names to (step, *args)."
+        )
     found = Comparison(title, about)
     found.compile(steps.items(), len(steps))
     return found

@@ -242,11 +242,12 @@ class Topology:
             return source
         if isinstance(source, str):
             return _parse(source)
-        if not isinstance(source, Iterable):
+        devices = list(source) if isinstance(source, Iterable) else [source]
+        if not all(hasattr(d, "device_kind") for d in devices):
             raise TypeError(
                 f"topology: found {type(source).__name__}, need a name, a Topology or devices."
             )
-        return _of_devices(list(source))
+        return _of_devices(devices)
 
     def __str__(self) -> str:
         grid = f"{self.chip.name}:{'x'.join(map(str, self.dims))}"

@@ -223,6 +223,8 @@ def complete(
     >>> [(need.kind, need.axes) for need in plan.needs]
     [('all-reduce', ('model',))]
     """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"mesh: found {type(mesh).__name__}, need a jax.sharding.Mesh.")
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     typed = [a for a, kind in kinds.items() if kind != AxisType.Auto]
     if typed:

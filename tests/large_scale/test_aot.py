@@ -211,6 +211,8 @@ def test_the_page_on_ones_own_step(topology, tmp_path, monkeypatch, capsys):
 def test_a_step_without_its_arguments_is_refused():
     with pytest.raises(TypeError, match=r"'sum': found a function, need .*\(step, \*args\)"):
         compare({"sum": lambda x: x.sum(0)})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="found list, need a mapping from names"):
+        compare([(lambda x: x.sum(0), struct(8))])  # pyright: ignore[reportArgumentType]
 
 
 def test_arguments_are_placed():
@@ -234,6 +236,8 @@ def test_arguments_are_placed():
     }
     with pytest.raises(ValueError, match=r"placed: \['count'\] of shape \(\) has fewer dims"):
         aot.placed({"count": struct()}, mesh, P("data"))
+    with pytest.raises(TypeError, match="placed: found str for spec"):
+        aot.placed(tree, mesh, "data")  # pyright: ignore[reportArgumentType]
 
 
 def test_a_step_without_shardings_is_refused():

@@ -372,6 +372,11 @@ def test_annotations_that_do_not_fit_are_named(case):
         complete(mlp, *MLP, mesh=mesh(), **options)
 
 
+def test_what_is_no_mesh_is_refused():
+    with pytest.raises(TypeError, match=re.escape("mesh: found dict, need a jax.sharding.Mesh")):
+        complete(mlp, *MLP, mesh={"data": 8})  # pyright: ignore[reportArgumentType]
+
+
 def test_explicit_axes_are_refused():
     explicit = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     with pytest.raises(ValueError, match=re.escape("axes ['data'] are not Auto")):

@@ -79,6 +79,8 @@ def test_names_may_have_spaces_and_capitals():
 def test_what_is_no_topology():
     with pytest.raises(TypeError, match="found int, need a name, a Topology or devices"):
         Topology.of(8)
+    with pytest.raises(TypeError, match="found list, need a name, a Topology or devices"):
+        Topology.of(["v5e:4x4"])
     with pytest.raises(ValueError, match="there are no devices"):
         Topology.of([])
 
