@@ -37,6 +37,10 @@ def compare(
     >>> [(r.name, r.largest("all-reduce")) for r in found.reports]
     [('sum', 128), ('max', 128)]
     """
+    if not isinstance(steps, Mapping):
+        raise TypeError(
+            f"compare: found {type(steps).__name__}, need a mapping from names to (step, *args)."
+        )
     for name, given in steps.items():
         if not isinstance(given, tuple | list) or not given or not callable(given[0]):
             kind = type(given).__name__
@@ -44,10 +48,6 @@ def compare(
                 f"compare: {name!r}: found a {kind}, need a tuple of the step and its arguments: "
                 "(step, *args), the arguments as aot.placed makes them."
             )
-    if not isinstance(steps, Mapping):
-        raise TypeError(
-            f"compare: found {type(steps).__name__}, need a mapping from names to (step, *args)."
-        )
     found = Comparison(title, about)
     found.compile(steps.items(), len(steps))
     return found
