@@ -103,6 +103,39 @@ def test_equals_the_step_as_written(kind: str, weights: Any, mesh: Mesh) -> None
     assert_close((step.unshard(params), step.unshard(state), loss), wanted)
 
 
+def test_a_function_of_one_replica_is_given_its_specs(mesh: Mesh) -> None:
+    args = arguments(mesh)
+    specs: Any = {"in_specs": (P(), P(), P("data"), P("data")), "out_specs": P()}
+    step = wus.shard_step(replica_step, mesh=mesh, **specs)
+    assert_close(step.unshard(run(step, args)), run(jax.jit(in_shard_map(mesh)), args))
+    kinds = [c.kind for c in collectives(step.lower(*args).compile().as_text())]
+    assert sorted(kinds) == ["all-gather", "all-reduce", "reduce-scatter"]
+    with pytest.raises(ValueError, match="in_specs, out_specs: give both, or neither"):
+        wus.shard_step(replica_step, mesh=mesh, in_specs=specs["in_specs"])
+
+
+@pytest.mark.parametrize(
+    ("options", "split", "scatters"),
+    [
+        ({"min_shard_elems": 49}, {"w1"}, 1),
+        ({"bucket_bytes": 512}, {"w1", "b1", "w2"}, 2),  # `w1` alone
+        ({"target": "tpu", "bucket_bytes": 512}, {"w1", "b1", "w2"}, 2),
+    ],
+    ids=str,
+)
+def test_small_arrays_and_buckets_are_as_for_an_optimizer(
+    options: Any, split: set[str], scatters: int, mesh8_auto: Mesh
+) -> None:
+    args = arguments(mesh8_auto)
+    step = wus.shard_step(global_step, mesh=mesh8_auto, **options)
+    found = run(step, args)
+    mu = found[1][0].mu
+    assert {name for name, x in mu.items() if not x.is_fully_replicated} == split
+    assert_close(step.unshard(found), run(jax.jit(global_step), args))
+    kinds = [c.kind for c in collectives(step.lower(*args).compile().as_text())]
+    assert kinds.count("reduce-scatter") == kinds.count("all-gather") == scatters
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_scattered_and_nothing_else_is_large(kind: str, mesh: Mesh) -> None:
     args = arguments(mesh)
