@@ -390,6 +390,10 @@ def test_other_items_and_the_managers_own_policy(tmp_path):
     assert manager.all_steps() == [2, 4]
     found = checkpoint.restore(manager, tx, params, data=ocp.args.JsonRestore())
     assert (found.step, found.items) == (4, {"data": {"batch": 4}})
+    assert not checkpoint.save(manager, 7, tx, params, state)
+    assert checkpoint.save(manager, 7, tx, params, state, force=True)
+    manager.wait_until_finished()
+    assert manager.latest_step() == 7
 
 
 def test_weights_are_donated_while_a_save_runs(tmp_path):

@@ -358,6 +358,27 @@ def test_the_command_prints_and_keeps_what_it_found(
     assert capsys.readouterr().out == ""
 
 
+def test_examples_and_dtype_are_those_asked_for(tiny, tmp_path, monkeypatch):
+    arguments, dtypes = [], []
+    computing_in = Model.computing_in
+
+    def seen(model, dtype):
+        dtypes.append(dtype)
+        return computing_in(model, dtype)
+
+    monkeypatch.setattr(Model, "computing_in", seen)
+    for more in ([], ["--examples", "16"], ["--dtype", "bfloat16"]):
+        data = tmp_path / "data.json"
+        command = ["aot", "--topology", "cpu:8", "--model", "tiny", "--optimizer", "sgd", *more]
+        assert cli.main([*command, "--compare", "ours", "--quiet", "--json", str(data)]) == 0
+        (found,) = json.loads(data.read_text())
+        arguments.append(found["argument_bytes"])
+    usual, many, narrow = arguments
+    assert many - usual == (16 - 2) * 64 * 4  # examples on each device, of 64 numbers
+    assert dtypes == ["float32", "float32", "bfloat16"]
+    assert narrow == usual  # arguments stay in float32
+
+
 COMMAND = ["aot", "--topology", "cpu:8", "--model", "tiny", "--optimizer", "adam", "--update-only"]
 
 

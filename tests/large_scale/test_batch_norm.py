@@ -129,6 +129,13 @@ def test_global_arrays_have_the_same_groups(size):
     assert {c.group_size for c in sums} == ({size} if size > 1 else set())
 
 
+def test_epsilon_is_added_to_the_variance():
+    x = jnp.asarray(image())
+    y, moments = batch_norm(x, jnp.asarray(SCALE), jnp.asarray(BIAS), epsilon=0.5)
+    wanted = (x - moments.mean) / jnp.sqrt(moments.var + 0.5) * SCALE + BIAS
+    np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_low_precision_is_normalized_in_float32():
     x = jnp.asarray(image(), jnp.bfloat16)
     y, moments = batch_norm(x, jnp.asarray(SCALE), jnp.asarray(BIAS))

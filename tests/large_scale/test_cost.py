@@ -87,6 +87,14 @@ def test_subgroups_all_reduce_the_shard_and_slices_come_last():
     assert found.num_shards == 256 and found.scattered == ("x", "y")
 
 
+def test_the_update_touches_weights_thrice_and_state_twice():
+    """Gradients and weights are read and weights written; state is read and written."""
+    for state_bytes in (0, 4, 8):
+        found = cost.scheme("v5e:16x16", 2**20, state_bytes_per_elem=state_bytes)
+        (update,) = [p for p in found.phases if p.kind == "update"]
+        assert update.operand_bytes == 2**20 // 256 * (3 * 4 + 2 * state_bytes)
+
+
 # ------------------------------------------------------------------------------------ the cheapest
 
 
