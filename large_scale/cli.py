@@ -41,13 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="large-scale", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    other = {name: what for name, what in VARIANTS.items() if STEPS.get(name) != what}
     one = commands.add_parser(
         "aot",
         help="compile a model's train step for a topology, and report on it",
         description="Compiles the train step of a model for a topology that need not exist, and "
         "reports memory, collectives and cycles of one device. "
         f"{_explained(STEPS)} With --update-only there is no forward or backward pass: gradients "
-        f"come in, whole weights go out. {_explained(VARIANTS)}",
+        f"come in, whole weights go out. {_explained(other)}",
     )
     one.add_argument(
         "--topology",
