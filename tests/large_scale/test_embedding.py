@@ -100,6 +100,28 @@ def test_a_whole_step_finds_rows_where_they_lie(shape):
     assert_only_rows_move(found, mesh)
 
 
+def test_columns_of_a_table_are_scattered_where_they_lie():
+    """Of a table that `model` splits by columns each device makes its own part of the gradient."""
+
+    def looked_up(params: Tree, tokens: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.tanh(params["rows"][tokens] @ params["mix"]) ** 2)
+
+    specs = {"rows": P(None, "model"), "mix": P("model")}
+    mesh = mesh_of({"data": 4, "model": 2}, auto=True)
+    found = training.Setup(
+        looked_up, weights(), specs, batches(), P("data"), optimizer(), mesh
+    ).by_step()
+    wanted = training.on_one_device(looked_up, weights(), batches(), optimizer())
+    assert found.error(wanted) <= 1e-5
+    across = [c for c in found.collectives if groups_of(c) == training.along(mesh, "data")]
+    weight_bytes = 4 * (VOCAB * WIDTH + WIDTH * WIDTH) // 2
+    padded = 4 * 4 * 2 * WIDTH  # at most a row for each of 4 shards, of both
+    scattered = sum(c.operand_bytes for c in across if c.kind == "reduce-scatter")
+    assert weight_bytes <= scattered <= weight_bytes + padded
+    gathered = sum(c.result_bytes for c in across if c.kind == "all-gather")
+    assert weight_bytes <= gathered <= weight_bytes + padded  # new weights, and no activations
+
+
 @pytest.mark.parametrize("mode", ["clip", "fill", "promise_in_bounds"])
 def test_rows_that_there_are_not_are_what_the_whole_array_gives(mode):
     """Looked up in the table, in its products and in a table of integers; and what comes back."""

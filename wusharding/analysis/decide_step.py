@@ -351,7 +351,7 @@ class _StepDecider(Decider):
     def _scattered_sum(self, op: Op, ins: Sequence[int]) -> bool:
         """Tiles added up into zeros, as the gradient of an embedding is: a sum over replicas.
 
-        Of rows that a model axis splits each device makes its own.
+        Of rows that a model axis splits each device makes its own, and of columns likewise.
         """
         _, indices, updates = ins
         (out,) = op.outs
@@ -360,12 +360,14 @@ class _StepDecider(Decider):
         numbers = op.params["dimension_numbers"]
         free = [d for d in range(len(tiles)) if d not in numbers.update_window_dims]
         used = [d for d, axes in enumerate(tiles) if axes]
-        placement, tile = replicated(len(aval.shape)), self._wanted_rows(op)
+        placement, tile = self._columns(op, updates), self._wanted_rows(op)
+        if placement is None or not self._is_zeros(op.ins[0]):
+            return False
         if tile is not None and set(tile.axes).isdisjoint(a for d in used for a in tiles[d]):
             placement = _with_tile(placement, tile.dim, tile.axes)
         else:
             tile = None
-        if not (used or tile) or not set(used) <= set(free) or not self._is_zeros(op.ins[0]):
+        if not used and tile is None:
             return False
         if numbers.scatter_indices_batching_dims:
             return False
@@ -374,7 +376,7 @@ class _StepDecider(Decider):
             return False
         why = f"{op.name} splits it otherwise"
         moved = (self._placed(indices, of_indices, why, op), updates)
-        axes = tuple(a for d in used for a in tiles[d])
+        axes = tuple(a for d in free for a in tiles[d])
         self.values[out] = Value(placement, "sum" if axes else None, axes)
         shape = placement.tile_shape(aval.shape, self.replicas)
         primitive = ScatterIntoZeros(op.primitive, shape, aval.dtype, tile)
@@ -384,6 +386,23 @@ class _StepDecider(Decider):
             )
         )
         return True
+
+    def _columns(self, op: Op, updates: int) -> Placement | None:
+        """How a scatter's result is tiled along the dims of which it writes all: by columns, say.
+
+        None where it is split over replicas along such a dim, or writes a part of it.
+        """
+        numbers, (out,) = op.params["dimension_numbers"], op.outs
+        shape, tiles = self.avals[out].shape, self.values[updates].placement.tiles
+        gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+        written = [d for d in range(len(shape)) if d not in gone]
+        placement = replicated(len(shape))
+        for d, dim in zip(numbers.update_window_dims, written, strict=True):
+            whole = self.avals[updates].shape[d] == shape[dim]
+            if tiles[d] and not (whole and self.replica_axes.isdisjoint(tiles[d])):
+                return None
+            placement = _with_tile(placement, dim, tiles[d])
+        return placement
 
     def _wanted_rows(self, op: Op) -> RowTile | None:
         """The rows of a scatter's result that a model axis leaves to this device."""

@@ -252,7 +252,7 @@ class _Search:
             same = same_dims(len(outs[0].shape))
             return _Known(step, Factors((same,), (same,), sizes_of(outs[0])), frozenset())
         if isinstance(op.primitive, ScatterIntoZeros):
-            if op.primitive.tile is not None:
+            if op.primitive.shape != outs[0].shape:
                 return None
             sizes = sizes_of(outs[0])
             labels = tuple(same_free(a, sizes) for a in ins)
