@@ -732,6 +732,18 @@ def test_update_with_masters_and_without_params():
         tx.update(in_bf16(), state)
 
 
+def test_apply_without_params(started):
+    tx, state = started
+    with refused(ValueError, "params: found None", "apply(grads, state, params)"):
+        tx.apply(good_params(), state, None)
+
+
+@pytest.mark.parametrize("names", [{"model"}, "model", 3])
+def test_specs_for_axes_that_there_are_not(started, names):
+    with refused(ValueError, "axis_names=", str(names if names == 3 else ("model",))):
+        started[0].state_specs(good_params(), axis_names=names)
+
+
 def test_masters_where_there_are_none(started):
     tx, state = started
     with refused(ValueError, "master", "master_dtype"):

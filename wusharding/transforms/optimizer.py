@@ -409,6 +409,11 @@ class _Core:
         if params is not None:
             param_leaves = checks.check_same_params(params, layout, context)
             checks.check_grads_vary_as_params(layout, grad_leaves, param_leaves)
+        elif apply and layout.params:
+            raise ValueError(
+                "params: found None, need the weights, of which apply makes new ones: "
+                "apply(grads, state, params)."
+            )
         checks.check_master_params(layout, params)
         layout = checks.trees_as_given(layout, state, grads, params)
         arrivals = checks.arrivals(grad_leaves, layout, context, self.options.reduce)
@@ -607,10 +612,13 @@ class _Core:
 
     def state_specs(self, params: PyTree, axis_names: Collection[str] | None) -> ShardedState:
         """See `ShardedOptimizer.state_specs`."""
+        names = None if axis_names is None else checks.axis_tuple("axis_names", axis_names)
 
         def describe(leaf: Leaf, layout: Layout) -> PartitionSpec:
-            spec = leaf.spec(layout.replicas)
-            return spec if axis_names is None else restricted(spec, axis_names)
+            spec, axes = leaf.spec(layout.replicas), dict(layout.replicas.axis_sizes)
+            if names is not None and not axes.keys() >= {*names}:
+                raise ContextError(f"axis_names={names}: the axes of the mesh are {tuple(axes)}.")
+            return spec if names is None else restricted(spec, names)
 
         return self._described(params, describe)
 
