@@ -14,6 +14,7 @@ from typing import Literal
 from wusharding.analysis.placement import Placement, Replicas, Span, Tiles
 from wusharding.formats import LANES, SUBLANES, has_whole_tiles
 from wusharding.formats.buckets import BucketSizes
+from wusharding.formats.tiles import scattered_tiles, tile_padding
 
 Target = Literal["cpu", "gpu", "tpu"]
 FormatChoice = Literal["auto", "dim", "merged", "flat"]
@@ -22,7 +23,6 @@ FORMAT_CHOICES: tuple[FormatChoice, ...] = ("auto", "dim", "merged", "flat")
 
 _MAX_ALIGNMENT_WASTE = 0.005
 _MAX_ROW_WASTE = 0.0095
-_SHORT_TILES, _EVEN_PARTS = 256, 32  # pieces of up to so many tiles are scattered in one part
 _ALONE_BYTES: dict[Target, int] = {"cpu": 256 * 2**10, "tpu": 256 * 2**10}
 
 
@@ -128,17 +128,21 @@ def _by_tiles(tile: tuple[int, ...], replicas: Replicas) -> list[tuple[Span, flo
 def _scatter_cost(shard_elems: int, replicas: Replicas) -> float:
     """Passes over the leaf to give the pieces of each phase a size that is scattered as it is.
 
-    Pieces are padded to an even number of tiles (see `tile_padding`). Long ones run through the
-    ring in parts; the compiler pads them itself, by permutations, where they do not divide well.
+    What the compiler adds to a piece costs two passes of it; what is added to small ones (see
+    `tile_padding`) is a copy of all that is scattered. Pieces that are no whole tiles are moved
+    once more when they are gathered.
     """
     cost, pieces = 0.0, 1
     for phase in replicas.phases:
         before, pieces = pieces, pieces * phase.size
-        tiles, rest = divmod(shard_elems * replicas.num_shards, SUBLANES * LANES * pieces)
-        if rest or tiles % 2:
-            cost += 3.0 / before  # along short lines it may become an all-reduce besides
-        elif tiles > _SHORT_TILES and tiles % _EVEN_PARTS:
-            cost += 2.0 / pieces
+        elems = shard_elems * replicas.num_shards // pieces
+        tiles, rest = divmod(elems, SUBLANES * LANES)
+        if not rest and not tiles % 2:
+            cost += 2.0 / pieces if scattered_tiles(tiles, phase.size) > tiles else 0.0
+        elif tile_padding(elems, (), phase.size) or rest % LANES:
+            cost += 3.0 / before
+        else:
+            cost += 2.0 / pieces + (1.0 / before if rest else 0.0)
     return cost
 
 

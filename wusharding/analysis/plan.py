@@ -18,7 +18,8 @@ from wusharding.analysis.schedule import (
 )
 from wusharding.analysis.sum_dtypes import OWN, SumDtypes
 from wusharding.analysis.traffic import Traffic, traffic_of
-from wusharding.formats.buckets import BucketSizes, tile_padding
+from wusharding.formats.buckets import BucketSizes
+from wusharding.formats.tiles import tile_padding
 from wusharding.jaxprs import Aval
 
 
@@ -334,7 +335,9 @@ def _scattered(
         size = 0
         for (first, *minor), dtype in travelling:
             elems = shards * first * math.prod(minor)
-            pad = tile_padding(elems, tuple(minor)) if buckets.whole_tiles else 0
+            pad = 0
+            if buckets.whole_tiles:
+                pad = tile_padding(elems, tuple(minor), phase.size)
             size += phase.size * (elems + pad) * Aval((), sums.of(dtype, phase.axis)).nbytes
         rows.append(Traffic("reduce-scatter", f"gradients{where}", len(travelling), size))
     return rows

@@ -6,11 +6,8 @@ full whatever the sizes are. Positions are in elements *per shard*.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
-
-from wusharding.formats.format import LANES, SUBLANES
 
 
 class Piece(NamedTuple):
@@ -85,26 +82,3 @@ def fill_buckets(elems: Sequence[int], bucket_elems: int, alone_elems: int) -> l
     if current:
         shared.append(tuple(current))
     return alone + shared
-
-
-def tile_padding(elems: int, minor: tuple[int, ...]) -> int:
-    """Elements to add to a piece that is scattered, so that it is an even number of TPU tiles.
-
-    TPU compilers scatter an even number of 8 x 128 tiles as it is (a ring sends half of them each
-    way), pad odd numbers by a copy of their own, and make an all-reduce of less than two tiles.
-    What padding would double is left as it is, for that all-reduce sends no more, and so are pieces
-    that consist of tiles already: flattening those would move their data.
-
-    Args:
-      elems: elements of the piece.
-      minor: its dims but the leading one.
-
-    >>> tile_padding(3 * 1024, ()), tile_padding(4 * 1024, ()), tile_padding(1024, ())
-    (1024, 0, 0)
-    >>> tile_padding(2304, ()), tile_padding(24 * 100, (100,))
-    (1792, 0)
-    """
-    if minor and (len(minor) > 1 or elems // math.prod(minor) % SUBLANES == 0):
-        return 0
-    pad = -elems % (2 * SUBLANES * LANES)
-    return 0 if pad >= elems else pad

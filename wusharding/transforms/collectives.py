@@ -23,7 +23,8 @@ from wusharding.analysis.placement import Placement, Replicas, Tiles, span_forma
 from wusharding.analysis.rules.base import Reduction
 from wusharding.analysis.sum_dtypes import OWN, SumDtypes
 from wusharding.formats import LANES, SUBLANES, Format
-from wusharding.formats.buckets import Bucket, BucketSizes, tile_padding
+from wusharding.formats.buckets import Bucket, BucketSizes
+from wusharding.formats.tiles import tile_padding
 from wusharding.jaxprs import as_invarying, reduce_scatter_is_unsound, row_major, varying_axes
 from wusharding.transforms.side_by_side import side_by_side
 
@@ -484,15 +485,21 @@ def _lanes(x: jax.Array) -> jax.Array:
 
 
 def _in_tiles(x: jax.Array) -> tuple[jax.Array, int]:
-    """`x: [size, rows, ...]` with pieces shaped and padded to TPU tiles; the padding of each."""
+    """`x: [size, rows, ...]` with pieces shaped and padded to TPU tiles; the padding of each.
+
+    Pieces that rows of 128 fill, but not whole tiles, follow each other without a dim of their own:
+    with one, each of them would have to be moved to where a tile begins.
+    """
     size, _, *minor = x.shape
     elems = x.size // size
-    pad = tile_padding(elems, tuple(minor))
+    pad = tile_padding(elems, tuple(minor), size)
     if minor and not pad:
         return x, 0
     if elems % LANES:
         x = jnp.pad(x.reshape(size, -1), ((0, 0), (0, pad))) if pad else x
         return (x.reshape(size, -1, LANES) if pad else x), pad
+    if not pad and elems % (SUBLANES * LANES):
+        return x.reshape(-1, LANES), 0
     x = x.reshape(size, -1, LANES)
     return (jnp.pad(x, ((0, 0), (0, pad // LANES), (0, 0))) if pad else x), pad
 
