@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import wusharding as wus
 from large_scale.hlo import collectives
+from tests.runs import hlo_of, leaf
 from wusharding.jaxprs import RandomTile
 from wusharding.transforms.step_storage import converter
 
@@ -335,6 +336,38 @@ def test_layers_are_gathered_and_scattered_one_at_a_time(mesh8_auto: Mesh) -> No
     assert all(c.in_loop for c in large)
     assert {c.kind for c in large} == {"all-gather", "reduce-scatter"}
     assert max(c.result_bytes for c in large) <= 16 * 16 * 4  # never more than a layer
+
+
+@pytest.mark.parametrize(
+    "formats",
+    ["auto", "flat", *(pytest.param(f, marks=pytest.mark.slow) for f in ("dim", "merged"))],
+)
+def test_layers_of_odd_sizes_are_gathered_one_at_a_time_whatever_the_split(
+    formats: Any, mesh8_auto: Mesh
+) -> None:
+    """A split that merges dims merges those of a layer; a number a layer goes as it can."""
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+            return jnp.tanh(x @ p["up"]) @ p["down"] * p["scale"], None
+
+        return jnp.mean(lax.scan(layer, x, params)[0] ** 2)
+
+    def step(params: Any, state: Any, x: jax.Array) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, x)
+        updates, state = TX.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    shapes = {"up": (3, 17, 13), "down": (3, 13, 17), "scale": (3,)}
+    params = {name: jnp.asarray(leaf(*shape)) for name, shape in shapes.items()}
+    params = jax.device_put(params, NamedSharding(mesh8_auto, P()))
+    x = jax.device_put(leaf(32, 17), NamedSharding(mesh8_auto, P("data")))
+    args = (params, TX.init(params), x)
+    sharded = wus.shard_step(step, mesh=mesh8_auto, weights="layers", formats=formats)
+    assert_close(sharded.unshard(run(sharded, args)), run(jax.jit(step), args))
+    large = [c for c in hlo_of(sharded, *args) if c.operand_bytes > 8 * 4]
+    assert {c.kind for c in large if c.in_loop} == {"all-gather", "reduce-scatter"}
+    assert [c.kind for c in large if not c.in_loop] == []
 
 
 def test_gradients_travel_in_a_shorter_dtype(mesh8_auto: Mesh) -> None:

@@ -73,8 +73,8 @@ class Update:
 
     splits_orphans = True
 
-    def admits(self, param: int, placement: Placement) -> bool:
-        return True
+    def kept_dims(self, param: int) -> int:
+        return 0
 
     @property
     def has_params(self) -> bool:
@@ -147,8 +147,8 @@ class Updating(Protocol):
         """Whether state that no weight's split reaches is split nevertheless."""
         ...
 
-    def admits(self, param: int, placement: Placement) -> bool:
-        """Whether a weight may be split so."""
+    def kept_dims(self, param: int) -> int:
+        """How many of a weight's leading dims are not split."""
         ...
 
     def shared(self, replicas: Replicas) -> Propagation:
@@ -205,9 +205,9 @@ def assign(
         found: list[tuple[float, Placement]] = []
         for more in (*_more_tiles(aval.shape, t, other_axes, replicas), t) if splits else ():
             cost = _UNTILED_COST if other_axes and more == t else 0.0
-            ranked = candidates(aval.shape, more, replicas, target, choice)
+            kept = update.kept_dims(i)
+            ranked = candidates(aval.shape, more, replicas, target, choice, kept)
             found += [(cost + c, p) for c, p in ranked]
-        found = [option for option in found if update.admits(i, option[1])]
         options.append(sorted(found, key=lambda option: option[0]) or [(0.0, Placement(t))])
     trial = [0] * len(params)
     tried = [0] * len(params)

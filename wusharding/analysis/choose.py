@@ -32,6 +32,7 @@ def candidates(
     replicas: Replicas,
     target: Target,
     choice: FormatChoice = "auto",
+    kept_dims: int = 0,
 ) -> list[tuple[float, Placement]]:
     """Placements of a leaf with their costs, cheapest first.
 
@@ -41,6 +42,7 @@ def candidates(
       replicas: the mesh.
       target: what the program will run on.
       choice: "auto" offers all; the others one family each.
+      kept_dims: leading dims that stay whole, as that of layers which are gathered in turn.
 
     >>> r = Replicas((("data", 8),), ("data",), ("data",))
     >>> candidates((17, 16), ((), ()), r, "cpu")[0][1].span  # 272 elements need no padding
@@ -51,9 +53,9 @@ def candidates(
     tile = Placement(tiles).tile_shape(shape, replicas)
     ndim = len(tile)
     spans: dict[Span, float] = {}
-    for lo in range(ndim):
+    for lo in range(kept_dims, ndim):
         for hi in range(lo + 1, ndim + 1):
-            family = _family(lo, hi, ndim)
+            family = _family(lo - kept_dims, hi - kept_dims, ndim - kept_dims)
             if family is None or (choice != "auto" and choice not in family):
                 continue
             chunk = -(-math.prod(tile[lo:hi]) // replicas.num_shards)

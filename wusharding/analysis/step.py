@@ -105,10 +105,10 @@ class StepUpdate:
     def new_state(self) -> tuple[int, ...]:
         return tuple(self.program.outputs[o] for _, o in self.aux)
 
-    def admits(self, param: int, placement: Placement) -> bool:
-        """Whether a weight may be split so: layers that are gathered in turn stay whole layers."""
+    def kept_dims(self, param: int) -> int:
+        """One for a weight whose layers are gathered in turn, and are more than a number each."""
         layered = self.style.weights == "layers" and param in self.layered
-        return not layered or placement.span is None or placement.span.lo > 0
+        return int(layered and len(self.program.avals[self.params[param]].shape) > 1)
 
     def shared(self, replicas: Replicas) -> Propagation:
         return Propagation(self.program, replicas, region=self.region)
