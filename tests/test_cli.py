@@ -83,6 +83,48 @@ def raises():
     return {}["absent"]
 
 
+def unknown_option():
+    return step, arguments(), {"wieghts": "split"}
+
+
+def ends():
+    raise SystemExit(0)
+
+
+def interrupts():
+    raise KeyboardInterrupt
+
+
+def step_ends():
+    def bad(params, state, x):
+        raise SystemExit(3)
+
+    return bad, arguments()
+
+
+def talks():
+    print("a word of the user's")
+    return example()
+
+
+def umlaut():
+    def renamed(params, state, x):
+        params, state = step({"<w>": params["größe"]}, state, x)
+        return {"größe": params["<w>"]}, state
+
+    params, state, x = arguments()
+    return renamed, ({"größe": params["<w>"]}, state, x)
+
+
+def few():
+    return step, arguments()[:1]
+
+
+def other_shapes():
+    params, state, x = arguments()
+    return step, (params, state, shape((128, ROWS + 1), P("data")))
+
+
 def step_raises():
     def bad(params, state, x):
         raise RuntimeError("not today")
@@ -113,9 +155,10 @@ CONSTANT = 3
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("user")
-    (folder / "train.py").write_text(EXAMPLE)
+    (folder / "train.py").write_text(EXAMPLE, encoding="utf-8")
     (folder / "sizes.py").write_text("ROWS = 1000\n")
     (folder / "broken.py").write_text("import no_such_module\n")
+    (folder / "ends.py").write_text("raise SystemExit(7)\n")
     return folder
 
 
@@ -227,9 +270,16 @@ class _Page(HTMLParser):
         ("train.py:no_args", 1, "args is a int, need a tuple"),
         ("train.py:no_step", 1, "step is a int, need a function"),
         ("train.py:no_options", 1, "options is a int, need a dict"),
+        ("train.py:unknown_option", 1, "options: unknown ['wieghts']; shard_step takes mesh, axis"),
+        ("train.py:ends", 1, "train.py:ends ended the process: sys.exit(0)"),
+        ("train.py:step_ends", 1, "when it was traced, ended the process: sys.exit(3)"),
+        ("ends.py:example", 1, "ends.py, when it was imported, ended the process: sys.exit(7)"),
+        ("train.py:interrupts", 130, "wusharding: interrupted"),
         ("train.py:no_mesh", 1, "no mesh: found neither"),
         ("train.py:other_axis", 1, "model"),
         ("train.py:step_raises", 1, "not today"),
+        ("train.py:few", 1, "missing 2 required positional arguments"),
+        ("train.py:other_shapes", 1, 'jnp.mean((x @ p["<w>"]) ** 2)'),
         ("train.py:one", 3, "to shard over have size 1"),
         ("train.py:all_small", 3, "too small to split"),
         ("train.py:nothing_goes_round", 3, "no weights or state were found"),
@@ -240,12 +290,82 @@ def test_refuses(source: str, code: int, message: str, capsys: pytest.CaptureFix
     errors = capsys.readouterr().err
     assert errors.startswith("wusharding: ")
     assert message in errors
-    assert "wusharding/cli.py" not in errors
+    assert not re.search("wusharding/cli.py|jax/_src|contextlib.py|JAX_TRACEBACK", errors)
 
 
 def test_a_page_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["analyze", "train.py:example", "--html", "absent/plan.html"]) == 2
-    assert "--html absent/plan.html: No such file" in capsys.readouterr().err
+    older = Path("train.py").read_text()
+    for path, message in {
+        "absent/plan.html": "there is no folder absent; make it first",
+        "..": "is a folder; need the name of a file",
+        "./train.py": "is what is analysed; need the name of another file",
+        "/dev/full": "No space left on device; nothing was written",
+    }.items():
+        assert main(["analyze", "train.py:example", "--html", path]) == 2
+        assert f"--html {Path(path)}: {message}" in capsys.readouterr().err
+    assert Path("train.py").read_text() == older
+
+
+def test_an_older_page_stays_until_the_new_one_is_whole(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "plan.html").write_text("old")
+    before = sorted(folder.iterdir())
+
+    def full(self: Path, data: bytes) -> None:
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    command = ["analyze", "train.py:example", "--html", "plan.html"]
+    with monkeypatch.context() as patched:
+        patched.setattr(type(folder), "write_bytes", full)
+        assert main(command) == 2
+    assert (folder / "plan.html").read_text() == "old"
+    assert main(command) == 0
+    assert "<html" in (folder / "plan.html").read_text()
+    assert [p for p in sorted(folder.iterdir()) if p.name != "__pycache__"] == [
+        p for p in before if p.name != "__pycache__"
+    ]
+
+
+def test_what_the_file_prints_is_no_part_of_the_output(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["analyze", "train.py:talks", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["num_shards"] == 64 and "a word of the user's" in err
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "message"),
+    [
+        ("| true", 1, ""),
+        ("> /dev/full", 1, "wusharding: the output: No space left on device\n"),
+        (">&-", 0, ""),
+    ],
+)
+def test_readers_that_have_had_enough(shell: str, code: int, message: str) -> None:
+    command = f"set -o pipefail; {sys.executable} -m wusharding analyze train.py:example {shell}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (code, message)
+
+
+def test_names_that_the_terminal_cannot_show() -> None:
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "wusharding", "analyze", "train.py:umlaut"],
+        env=os.environ | plain | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert r"[0]['gr\xf6\xdfe']" in done.stdout
 
 
 def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,7 +379,9 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
 def test_devices_that_come_too_late(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["analyze", "train.py:on_devices", "--devices", "5"]) == 2
     assert "--devices 5: JAX runs already, with 8 devices" in capsys.readouterr().err
-    assert main(["analyze", "train.py:on_devices", "--devices", "0"]) == 2
+    for count in ("0", "-1", "99999999"):
+        assert main(["analyze", "train.py:on_devices", "--devices", count]) == 2
+        assert f"--devices: need 1 to 4096, got {count}" in capsys.readouterr().err
 
 
 def test_virtual_devices_in_a_process_of_its_own() -> None:
