@@ -6,8 +6,10 @@ temporaries, and from which to which instruction it lives; `Dump` makes it do so
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -56,7 +58,9 @@ class Dump:
     """
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="large-scale-")
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="large-scale-", ignore_cleanup_errors=True
+        )
         self.options: dict[str, str | bool] = {
             "xla_dump_to": self._folder.name,
             "xla_dump_hlo_as_text": True,
@@ -72,6 +76,8 @@ class Dump:
         trace: TracebackType | None,
     ) -> None:
         self._folder.cleanup()
+        if Path(self._folder.name).exists():
+            atexit.register(shutil.rmtree, self._folder.name, ignore_errors=True)
 
     def read(self) -> Peak | None:
         """The peak; None where the compiler has written nothing down."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,14 +22,29 @@ from large_scale.steps import STEPS, step_program
 from large_scale.topology import CHIPS, Topology
 
 
+class _UsageError(Exception):
+    """The command line asks for what there is not."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns its exit status."""
+    """The command line.
+
+    Returns:
+      The exit status: 0; 1 where not all was compiled, or could be written; 2 for wrong usage; 130
+      where it was interrupted.
+    """
     args = _parser().parse_args(argv)
     jax.config.update("jax_platforms", "cpu")  # no look for a TPU: nothing runs
     try:
         return _aot(args)
+    except _UsageError as e:
+        print(f"large-scale: {e}", file=sys.stderr)
+        return 2
+    except OSError as e:
+        print(f"large-scale: {e.filename or 'the output'}: {e.strerror or e}", file=sys.stderr)
+        return 1
     except (
-        *(ValueError, OSError, ModuleNotFoundError),
+        *(ValueError, ModuleNotFoundError),
         *(aot.MissingCompilerError, wus.ShardingError),
     ) as e:
         print(f"large-scale: {e}", file=sys.stderr)
@@ -75,7 +91,6 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        default="float32",
         help="what forward and backward pass compute in; weights are float32 (default: float32)",
     )
     one.add_argument("--quiet", action="store_true", help="no table on the terminal")
@@ -86,31 +101,40 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _aot(args: argparse.Namespace) -> int:
+def _checked(args: argparse.Namespace) -> tuple[list[str], Topology]:
+    """The variants and the topology. What would fail after minutes of compiling fails here."""
     known = VARIANTS if args.update_only else STEPS
-    variants = list(known) if args.compare is None else args.compare.split(",")
+    variants = list(known) if args.compare is None else re.split(r"\s*,\s*", args.compare.strip())
     if unknown := [v for v in variants if v not in known]:
         raise ValueError(f"--compare: unknown {unknown}; need some of {', '.join(known)}")
     if twice := sorted({v for v in variants if variants.count(v) > 1}):
         raise ValueError(f"--compare: {', '.join(twice)} more than once; name each variant once")
     if args.examples is not None and args.examples < 1:
         raise ValueError(f"--examples: found {args.examples}, need 1 or more")
-    # What would fail after minutes of compiling fails now.
-    for option, path in (("--json", args.json), ("--html", args.html)):
-        if path is not None:
-            check_writable(path, option)
+    if args.update_only and (args.examples is not None or args.dtype is not None):
+        option = "--dtype" if args.examples is None else "--examples"
+        raise ValueError(f"{option}: the update alone computes on no examples; leave it out")
+    check_writable(json=args.json, html=args.html)
+    return variants, Topology.of(args.topology)
+
+
+def _aot(args: argparse.Namespace) -> int:
+    try:
+        variants, topology = _checked(args)
+    except ValueError as e:
+        raise _UsageError(str(e)) from e
     if args.html is not None:
         report.library("matplotlib")
-    topology = Topology.of(args.topology)
     mesh = make_mesh(topology, devices=aot.devices(topology), axis_types=AxisType.Auto)
     num_weights = sum(x.size for x in MODELS[args.model].shapes().values())
     what = "update" if args.update_only else "train step"
     size = f"{topology.num_devices:,} devices"
+    meanings = VARIANTS if args.update_only else STEPS
     found = Comparison(
         f"{what} of {args.model}, {args.optimizer}, on {topology} ({size})",
         f"One {what} of {args.model}, {num_weights:,} weights, by {args.optimizer}, compiled for "
         f"{topology}, a cluster of {size} that need not exist."
-        f"\n{_explained({v: known[v] for v in variants}, chr(10))}",
+        f"\n{_explained({v: meanings[v] for v in variants}, chr(10))}",
     )
 
     def steps() -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -122,18 +146,18 @@ def _aot(args: argparse.Namespace) -> int:
 
     try:
         found.compile(steps(), len(variants))
+        found.save(json=args.json, html=args.html)
     except BaseException:
         _show_finished(found, args)
         raise
-    if not args.quiet:
-        found.show()
-    found.save(json=args.json, html=args.html)
     for path in (_partial(args.json), _partial(args.html)):
         if path is not None:
             path.unlink(missing_ok=True)
             path.with_suffix(".png").unlink(missing_ok=True)
     for why in found.unfit.values():
         print(f"large-scale: {why}", file=sys.stderr)
+    if not args.quiet:  # last: whoever reads it may have had enough, and end us
+        found.show()
     return 1 if found.unfit else 0
 
 
@@ -141,7 +165,7 @@ def _program(args: argparse.Namespace, variant: str, mesh: Mesh) -> Program:
     model, optimizer = MODELS[args.model], OPTIMIZERS[args.optimizer]()
     if args.update_only:
         return update_program(variant, optimizer, model.shapes(), mesh)
-    model = model.computing_in(args.dtype)
+    model = model.computing_in(args.dtype or "float32")
     return step_program(variant, optimizer, model, mesh, examples=args.examples)
 
 
@@ -160,12 +184,12 @@ def _show_finished(found: Comparison, args: argparse.Namespace) -> None:
     """Shows the reports that were finished before another failed, and says where they are."""
     if not found.reports:
         return
-    if not args.quiet:
-        found.show()
     names = ", ".join(r.name for r in found.reports)
     for path in (_partial(args.json), _partial(args.html)):
-        if path is not None:
+        if path is not None and path.exists():
             print(f"large-scale: finished so far ({names}): {path}", file=sys.stderr)
+    if not args.quiet:
+        found.show()
 
 
 if __name__ == "__main__":

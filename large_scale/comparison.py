@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as jsonlib
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from large_scale import aot, report
 from large_scale.record import Report
+
+_LEAST_COLUMNS = 80  # in which the tables of four steps fit
 
 
 def compare(
@@ -106,44 +110,74 @@ class Comparison:
     def show(self) -> None:
         """Prints the tables for the terminal."""
         console = report.library("rich.console").Console()
+        # A narrower terminal breaks lines itself; the library would leave out columns.
+        console.width = max(console.width, _LEAST_COLUMNS)
         for part in report.terminal(self.reports, self.title):
-            console.print(part)
+            console.print(part, crop=False)
 
     def save(self, *, json: str | Path | None = None, html: str | Path | None = None) -> None:
         """Writes files, each whole or not at all: an older one stays until the new one is there.
 
         Args:
           json: where to write the reports as a list; steps that do not fit have `does_not_fit`.
-          html: where to write a page. Bars are put beside it, with the ending `.png`.
+          html: where to write a page. Bars are put beside it, with the ending `.png`, unless it
+            goes to a pipe.
+
+        Raises:
+          OSError: one cannot be written; it has its name, and older files are as they were.
         """
         if json is not None:
             data = [jsonlib.loads(r.to_json()) for r in self.reports]
             data += [{"name": name, "does_not_fit": why} for name, why in self.unfit.items()]
             write(Path(json), (jsonlib.dumps(data, indent=1) + "\n").encode())
         if html is not None:
-            picture = Path(html).with_suffix(".png")
-            if self.reports:
-                write(picture, report.draw(self.reports, self.title))
+            drawn = self.reports and not is_device(Path(html))
+            bars = _picture(Path(html)) if drawn else None
+            if bars is not None:
+                write(bars, report.draw(self.reports, self.title))
             about = "\n".join((self.about, *self.unfit.values()))
-            bars = picture.name if self.reports else ""
-            page = report.page(self.reports, self.title, bars, about)
+            link = quote(os.fsencode(bars.name)) if bars is not None else ""
+            page = report.page(self.reports, self.title, link, about)
             write(Path(html), page.encode())
+
+
+def _picture(page: Path) -> Path:
+    """Where the bars of a page are put."""
+    return page.with_suffix(".png")
 
 
 def write(path: Path, data: bytes) -> None:
     """Writes a file beside the older one, then puts it in its place."""
     if is_device(path):
-        path.write_bytes(data)
+        with _named(path):
+            path.write_bytes(data)
         return
     target = path.resolve()
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
+    with _named(path), _part_of(target) as part:
         part.write_bytes(data)
         if target.exists():
             shutil.copymode(target, part)
         part.replace(target)
+
+
+@contextlib.contextmanager
+def _part_of(target: Path) -> Iterator[Path]:
+    """A file beside another one, to be put in its place; what is left of it at the end goes."""
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        yield part
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a folder that is not there, a name that is too long
+            part.unlink()
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors name the file that was asked for, not the one beside it."""
+    try:
+        yield
+    except OSError as e:
+        raise type(e)(e.errno, e.strerror or str(e), str(path)) from e
 
 
 def is_device(path: Path) -> bool:
@@ -151,12 +185,29 @@ def is_device(path: Path) -> bool:
     return path.parts[:2] == ("/", "dev") or (path.exists() and not path.is_file())
 
 
-def check_writable(path: Path, option: str) -> None:
-    """Finds out before minutes of compiling whether a file can be written after them.
+def check_writable(*, json: Path | None, html: Path | None) -> None:
+    """Finds out before minutes of compiling whether files can be written after them.
 
     Raises:
-      ValueError: it cannot; the message says why.
+      ValueError: one cannot, or is to hold two things; the message says why.
     """
+    paths = {"--json": json, "--html": html}
+    if html is not None and not is_device(html):
+        paths["--html, its bars:"] = _picture(html)
+    taken: set[Path] = set()
+    for option, path in paths.items():
+        if path is None:
+            continue
+        _check_writable(path, option)
+        if path.resolve() in taken:
+            raise ValueError(
+                f"{option} {path}: is written already; give each file a name of its own, the page "
+                "one that ends in .html"
+            )
+        taken.add(path.resolve())
+
+
+def _check_writable(path: Path, option: str) -> None:
     folder = path.resolve().parent
     if path.is_dir():
         raise ValueError(f"{option} {path}: is a folder; need the name of a file")
@@ -164,6 +215,12 @@ def check_writable(path: Path, option: str) -> None:
         return
     if not folder.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {folder}; make it first")
-    locked = path if path.exists() and not os.access(path, os.W_OK) else folder
-    if not os.access(locked, os.W_OK):
-        raise ValueError(f"{option} {path}: {locked} cannot be written by this user")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ValueError(f"{option} {path}: {path} cannot be written by this user")
+    try:
+        with _part_of(path.resolve()) as part:
+            part.touch()
+    except OSError as e:
+        raise ValueError(
+            f"{option} {path}: nothing can be written in {folder}: {e.strerror}"
+        ) from e

@@ -46,13 +46,18 @@ def terminal(reports: Sequence[Report], title: str) -> list[Any]:
         for i, name in enumerate(table.head):
             # Side by side the columns are steps, whose names and words may be long.
             figures = i >= table.texts
-            words = [w for _, rows in table.groups for row in rows for w in row[i].split()]
+            cells = [name, *(row[i] for _, rows in table.groups for row in rows)]
+            words = [w for cell in cells for w in cell.split()]
+            whole = figures and not table.meanings
+            # A figure that is cut, or loses its unit, is read as another one.
+            kept = cells if whole else [w for w in words if not figures or w[:1].isdigit()]
+            least = max(map(len, kept), default=1)
             one.add_column(
                 name,
                 justify="right" if figures else "left",
                 overflow="fold",
-                min_width=min(14, max(map(len, words))) if not i else None,
-                no_wrap=figures and not table.meanings,
+                min_width=least if figures else min(least, 8 if i else 14),
+                no_wrap=whole,
             )
         for name, rows in table.groups:
             if name:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from pathlib import Path
+from urllib.parse import unquote_to_bytes
 
 import jax
 import jax.numpy as jnp
@@ -456,7 +457,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 def test_reports_go_to_a_pipe_too():
     out, into = os.pipe()
     pipe = Path(f"/dev/fd/{into}")
-    check_writable(pipe, "--json")
+    check_writable(json=pipe, html=None)
     write(pipe, b"[1]")
     assert os.read(out, 10) == b"[1]"
     os.close(out), os.close(into)
@@ -485,14 +486,95 @@ def test_progress_is_for_people_only(tiny, capsys, monkeypatch):
         (["--topology", "cpu:8", "--compare", ""], "unknown ['']; need some of"),
         (["--topology", "cpu:8", "--json", "/no/such/x.json"], "there is no folder /no/such"),
         (["--topology", "cpu:8", "--html", "/"], "--html /: is a folder"),
-        (["--topology", "cpu:64"], "xla_force_host_platform_device_count=64"),
+        (["--topology", "cpu:8", "--json", "/proc/x.json"], "nothing can be written in /proc"),
+        (["--topology", "cpu:8", "--json", f"/tmp/{'x' * 250}"], "File name too long"),
+        (["--topology", "cpu:8", "--json", "x.html", "--html", "x.html"], "is written already"),
+        (["--topology", "cpu:8", "--json", "x.png", "--html", "x.html"], "--html, its bars: x.png"),
+        (["--topology", "cpu:8", "--html", "x.png"], "the page one that ends in .html"),
+        (["--topology", "cpu:8", "--update-only", "--examples", "4"], "--examples: the update"),
+        (["--topology", "cpu:8", "--update-only", "--dtype", "bfloat16"], "--dtype: the update"),
         (["--topology", "v5e:4x"], "need CHIP:DIMS"),
     ],
 )
-def test_the_command_refuses_in_words(tiny, capsys, arguments, message):
-    assert cli.main(["aot", "--model", "tiny", "--optimizer", "adam", *arguments]) == 1
+def test_the_command_refuses_in_words(tiny, capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["aot", "--model", "tiny", "--optimizer", "adam", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("large-scale: ") and message in error and "Traceback" not in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_devices_than_there_are(tiny, capsys):
+    command = ["aot", "--model", "tiny", "--optimizer", "adam", "--topology", "cpu:64"]
+    assert cli.main(command) == 1
+    assert "xla_force_host_platform_device_count=64" in capsys.readouterr().err
+
+
+def test_spaces_between_variants(tiny, capsys):
+    assert cli.main([*COMMAND, "--compare", " ours ,\tzero1", "--quiet"]) == 0
+
+
+def test_files_are_there_before_a_reader_has_had_enough(tiny, tmp_path, monkeypatch):
+    """As with `| head -1`, where the library that prints ends the process."""
+    page, data = tmp_path / "page.html", tmp_path / "data.json"
+
+    def closed(self):
+        raise SystemExit(1)
+
+    monkeypatch.setattr(Comparison, "show", closed)
+    with pytest.raises(SystemExit):
+        cli.main([*COMMAND, "--compare", "ours", "--json", str(data), "--html", str(page)])
+    assert {path.name for path in tmp_path.iterdir()} == {"data.json", "page.html", "page.png"}
+
+
+def test_a_full_disk_is_told_with_the_file_and_what_is_kept(tiny, tmp_path, capsys, monkeypatch):
+    data = tmp_path / "data.json"
+    data.write_text("old")
+    write_bytes = Path.write_bytes
+
+    def full(self, what):
+        if self.name.startswith(".data.json"):
+            raise OSError(28, "No space left on device")
+        return write_bytes(self, what)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    command = [*COMMAND, "--compare", "ours", "--quiet"]
+    assert cli.main([*command, "--json", str(data)]) == 1
+    kept = tmp_path / "data.partial.json"
+    assert capsys.readouterr().err.splitlines() == [
+        f"large-scale: finished so far (ours): {kept}",
+        f"large-scale: {data}: No space left on device",
+    ]
+    assert data.read_text() == "old" and json.loads(kept.read_text())[0]["name"] == "ours"
+    assert sorted(tmp_path.iterdir()) == [data, kept]
+
+
+@pytest.mark.parametrize("name", ["run #1, 50%.html", "we\udcffird?.html"])
+def test_a_page_finds_its_bars_whatever_its_name(tiny, tmp_path, name):
+    page = tmp_path / name
+    assert cli.main([*COMMAND, "--compare", "ours", "--quiet", "--html", str(page)]) == 0
+    (link,) = re.findall('<img src="([^"]*)"', page.read_text())
+    assert os.fsencode(page.with_suffix(".png").name) == unquote_to_bytes(link)
+    assert not re.search("[#? ]", link)
+
+
+def test_a_page_into_a_pipe_has_no_bars(tiny, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    out = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    command = [*COMMAND, "--compare", "ours", "--quiet", "--html", str(pipe)]
+    assert cli.main(command) == 0
+    page = os.read(out, 10**6).decode()
+    os.close(out)
+    assert "<table" in page and "<img" not in page and list(tmp_path.iterdir()) == [pipe]
+
+
+def test_no_figure_is_cut_on_a_narrow_terminal(tiny, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    assert cli.main(COMMAND) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (peak,) = [line for line in lines if re.match(" peak +memory", line)]
+    assert len(re.findall(r"\d [KMG]iB", peak)) == 3
 
 
 def test_markdown():

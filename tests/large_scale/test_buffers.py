@@ -1,5 +1,7 @@
 """Which temporaries are alive at the peak, from kept notes of XLA and from real ones."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -93,3 +95,14 @@ def test_a_real_program_names_its_temporaries(rows):
     of_sort = [b for b in found.peak.buffers if "sort" in b.op_name]
     assert of_sort and of_sort[0].type == f"f32[{rows},128]"
     assert of_sort[0].nbytes == rows * 128 * 4
+
+
+def test_a_folder_that_is_still_written_to_hides_no_interruption(monkeypatch):
+    """As where the compiler's threads outlive the call that was interrupted."""
+
+    def still_written(*args, **kwargs):
+        raise OSError(39, "Directory not empty")
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt), Dump():
+        patched.setattr(os, "rmdir", still_written)
+        raise KeyboardInterrupt
