@@ -324,6 +324,37 @@ def test_statistics_of_the_batch_are_no_gradients() -> None:
     assert not found("not-scattered", step, w, jax.eval_shape(TX.init, w), BATCH)
 
 
+def test_statistics_of_the_update_are_no_gradients() -> None:
+    tx = optax.adafactor(1e-2, min_dim_size_to_factor=8)
+
+    def step(params: Any, state: Any, x: jax.Array) -> Any:
+        grads = jax.grad(lambda p: jnp.mean((x @ p["w"] + p["b"]) ** 2))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    # The statistics of columns are as large as the bias.
+    params = {"w": shape((17, 33), P()), "b": shape((33,), P())}
+    assert not found("not-scattered", step, params, jax.eval_shape(tx.init, params), BATCH)
+
+
+@pytest.mark.parametrize(("accumulate", "times"), [("shards", 1), ("whole", 0)])
+def test_parts_of_a_gradient_that_a_loop_sums(accumulate: Any, times: int) -> None:
+    def chunked(w: jax.Array, x: jax.Array) -> jax.Array:
+        def body(total: jax.Array, i: jax.Array) -> Any:
+            return total + jnp.sum(jnp.tanh(x @ lax.dynamic_slice_in_dim(w, 4 * i, 4).T)), None
+
+        return lax.scan(body, jnp.zeros(()), jnp.arange(4))[0]
+
+    def step(w: jax.Array, state: Any, x: jax.Array) -> Any:
+        return update(jax.grad(chunked)(w, x), state, w)
+
+    w = shape((16, 17), P())
+    args = (w, jax.eval_shape(TX.init, w), BATCH)
+    faults = found("not-scattered", step, *args, accumulate=accumulate)
+    assert len(faults) == times
+    assert all(f.moved_bytes == w.size * 4 and "gradient of [0]" in f.what for f in faults)
+
+
 # ------------------------------------------------------------------------------------- needed-whole
 
 

@@ -127,13 +127,15 @@ class _StepDecider(Decider):
         for k, op in enumerate(self.program.ops):
             if k in self.region.forward:
                 continue
-            if self._joins(op) and all(self._is_open_sum(v) for v in op.ins):
-                for v in op.ins:
+            terms = self._terms(op)
+            if terms and all(map(self._is_open_sum, terms)):
+                for v in terms:
                     self._defer(v)
                 self.deferred.update(op.outs)
             elif self._reshapes_a_sum(op):
                 # What is a split of the result may be none of the operand: scatter the result.
-                self._defer(op.outs[0])
+                for v in op.outs:
+                    self._defer(v)
         schedule = super().run(inputs)
         self.final = [self.values[v] for v, _ in schedule.outputs]
         return schedule
@@ -151,16 +153,19 @@ class _StepDecider(Decider):
         op = self.made_by.get(v)
         if op is None or op.subs:
             return
-        if self._joins(op):
-            for u in op.ins:
+        if terms := self._terms(op):
+            for u in terms:
                 self._defer(u)
         elif (u := self._carried(op)) is not None:
             self._defer(u)
 
-    def _joins(self, op: Op) -> bool:
-        """Makes one sum of several: adds them up, or lays them side by side."""
+    def _terms(self, op: Op) -> tuple[int, ...]:
+        """The sums that an operation makes one of: adds up, or lays side by side."""
+        if op.name == "scatter-add" and not self._is_zeros(op.ins[0]):
+            return (op.ins[0], op.ins[2])
         alone = all(self.readers[v] == 1 for v in op.ins)
-        return op.name in ADDS or (op.name in ("concatenate", "stack") and alone)
+        joins = op.name in ADDS or (op.name in ("concatenate", "stack") and alone)
+        return op.ins if joins else ()
 
     def _carried(self, op: Op) -> int | None:
         """The operand each of whose elements an operation hands on once, among zeros maybe."""
@@ -168,25 +173,43 @@ class _StepDecider(Decider):
             return op.ins[0]
         if op.name == "dynamic_update_slice" and self._is_zeros(op.ins[0]):
             return op.ins[1]
+        if op.name == "scatter-add" and self._is_zeros(op.ins[0]):
+            return op.ins[2]
+        if op.name == "slice" and self._is_cut_up(op.ins[0]):
+            return op.ins[0]
         return op.ins[0] if only_rearranges(op, self.program) else None
 
+    def _is_cut_up(self, v: int) -> bool:
+        """Whether only pieces of a value are read, and no element twice by their count."""
+        pieces = [op for op in self.program.ops if v in op.ins]
+        elems = sum(self.avals[op.outs[0]].size for op in pieces)
+        alone = self.readers[v] == len(pieces) and all(op.name == "slice" for op in pieces)
+        return alone and elems <= self.avals[v].size
+
     def _is_linear(self, op: Op, rule: OpRule, partial: tuple[int, ...]) -> bool:
-        among_zeros = op.name == "dynamic_update_slice" and self._is_zeros(op.ins[0])
-        return (among_zeros and partial == (1,)) or super()._is_linear(op, rule, partial)
+        put = {"dynamic_update_slice": (1,), "scatter-add": (2,)}.get(op.name)
+        among_zeros = partial == put and self._is_zeros(op.ins[0])
+        return among_zeros or super()._is_linear(op, rule, partial)
 
     def _reshapes_a_sum(self, op: Op) -> bool:
         """Puts a sum that nothing else reads into other dims, as a transposition does.
 
         Where zeros come beside it, it stays open if it cannot be scattered without them, and
-        scattering all is no more than reducing it.
+        scattering all is no more than reducing it. Where it is cut, as the sum for weights is that
+        the model has laid side by side, it stays open unless it can be scattered as all of its
+        pieces are wanted.
         """
         v = self._carried(op)
         if v is None or RULES[op.name].family == "elementwise":
             return False
         hint, elems = self._wanted(v), self.avals[op.outs[0]].size
-        if elems > self.avals[v].size and (elems > 2 * self.avals[v].size or (hint and hint.span)):
+        if elems > 2 * self.avals[v].size:
             return False
-        while self.readers[v] == 1 and (maker := self.made_by.get(v)) is not None:
+        if hint is not None and hint.span is not None and elems != self.avals[v].size:
+            wanted = (self._wanted(out) for out in op.outs)
+            if elems > self.avals[v].size or all(h is None or h.span == hint.span for h in wanted):
+                return False
+        while self._is_read_once(v) and (maker := self.made_by.get(v)) is not None:
             if sums_replicas(maker, self.facts, self.replicas):
                 return True
             if (carried := self._carried(maker)) is None:
@@ -194,13 +217,18 @@ class _StepDecider(Decider):
             v = carried
         return False
 
+    def _is_read_once(self, v: int) -> bool:
+        return self.readers[v] == 1 or self._is_cut_up(v)
+
     def _is_open_sum(self, v: int) -> bool:
         """Whether a value is a sum over replicas, but for linear operations."""
-        while (op := self.made_by.get(v)) is not None and not op.subs:
+        while (op := self.made_by.get(v)) is not None:
+            if op.subs:
+                return op.outs.index(v) in self._open_carries(op) or self._is_stacked(op, v)
             if sums_replicas(op, self.facts, self.replicas):
                 return True
-            if self._joins(op):
-                return all(map(self._is_open_sum, op.ins))
+            if terms := self._terms(op):
+                return all(map(self._is_open_sum, terms))
             if (carried := self._carried(op)) is None:
                 return False
             v = carried
@@ -553,15 +581,9 @@ class _StepDecider(Decider):
         region, program = self.region.bodies[k][0], self.propagation.bodies[k][0].program
         n_const, n_carry = op.params["num_consts"], op.params["num_carry"]
         first_x = n_const + n_carry
-        open_sums = {
-            n_const + i
-            for i in range(n_carry)
-            if self.style.accumulate == "whole"
-            and self._is_zeros(op.ins[n_const + i])
-            and _accumulates(program, n_const + i, i)
-        }
+        open_sums = {n_const + i for i in self._open_carries(op)}
         tiles: dict[int, Placement] = {}  # in which these sums begin: as the body makes them
-        ys = [o for o in range(n_carry, len(op.outs)) if not self._scattered_by_layer(op.outs[o])]
+        ys = [o for o, v in enumerate(op.outs) if self._is_stacked(op, v)]
         while True:
             placed, start = [], []
             for i, (v, inner) in enumerate(zip(ins, program.inputs, strict=True)):
@@ -572,7 +594,7 @@ class _StepDecider(Decider):
                     want = self._entering(
                         v, inner, body, facts, region, carried=carried, stacked=stacked
                     )
-                    placed.append(self._placed(v, want, "it goes into a loop", op))
+                    placed.append(self._placed(v, want, _why_in(region, inner, want), op))
                 value = self.values[placed[-1]]
                 if i in open_sums:
                     # Zeros are a sum over any axes: the body says over which.
@@ -602,6 +624,17 @@ class _StepDecider(Decider):
             self.values[out] = self.values[out]._replace(
                 placement=placement, partial=final.partial, partial_axes=final.partial_axes
             )
+
+    def _open_carries(self, op: Op) -> set[int]:
+        """The positions in a loop's carry of what may stay a sum: it is added to, from zero on."""
+        if op.name != "scan" or self.style.accumulate != "whole":
+            return set()
+        first = op.params["num_consts"]
+        return {
+            i
+            for i in range(op.params["num_carry"])
+            if self._is_zeros(op.ins[first + i]) and _accumulates(op.subs[0], first + i, i)
+        }
 
     def _enter_while(self, k: int, op: Op, ins: list[int]) -> None:
         if k not in self.region.bodies:
@@ -663,6 +696,11 @@ class _StepDecider(Decider):
         self.steps.append(Compute(fill, (), (out,)))
         return out
 
+    def _is_stacked(self, op: Op, v: int) -> bool:
+        """A result that a loop stacks, which may stay a sum."""
+        stacked = op.name == "scan" and op.outs.index(v) >= op.params["num_carry"]
+        return stacked and not self._scattered_by_layer(v)
+
     def _scattered_by_layer(self, v: int) -> bool:
         """Gradients that a loop over layers stacks, each of which is scattered where it is made."""
         hint = self.hints.get(v)
@@ -675,6 +713,11 @@ class _StepDecider(Decider):
             v = op.ins[0]
         const = self.program.consts.get(v)
         return const is not None and bool(jnp.all(jnp.asarray(const) == 0))
+
+
+def _why_in(region: Region, inner: int, want: Placement) -> str:
+    """Why an operand is placed so for a loop; nothing where the forward pass in it reads it."""
+    return "" if want.span is None and inner in region.whole else "it goes into a loop"
 
 
 def _reduction(op: Op) -> Reduction | None:
@@ -693,7 +736,7 @@ def _accumulates(body: Program, carry_in: int, carry_out: int) -> bool:
     readers = [op for op in body.ops if v in op.ins]
     return (
         len(readers) == 1
-        and readers[0].name in ADDS
+        and (readers[0].name in ADDS or (readers[0].name, readers[0].ins[0]) == ("scatter-add", v))
         and readers[0].outs == (out,)
         and readers[0].ins.count(v) == 1
         and body.outputs.count(v) == 0

@@ -14,17 +14,17 @@ import jax.numpy as jnp
 
 from wusharding.analysis.flow import control_links
 from wusharding.analysis.layout import Leaf
-from wusharding.analysis.placement import Replicas
+from wusharding.analysis.placement import Placement, Replicas
 from wusharding.analysis.plan import bytes_text
 from wusharding.analysis.replication import SUMS, Facts
 from wusharding.analysis.schedule import Communicate, Compute, Control, Move, Schedule
 from wusharding.analysis.step import StepUpdate
 from wusharding.analysis.sum_dtypes import is_narrower
 from wusharding.analysis.sums import Origin, Sums
-from wusharding.analysis.update import Region
+from wusharding.analysis.update import Region, nearest_weights
 from wusharding.jaxprs import CROSSINGS, Op, is_extended
 
-_WORTH_NAMING = 100  # state that stays whole is a finding from 1/100 of all state on
+_WORTH_NAMING = 100  # state that stays whole is a finding from 1/100 of all state on, sums likewise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +64,7 @@ def find_faults(
     schedule: Schedule,
     replicas: Replicas,
     donated: Collection[int],
+    splits: Sequence[Placement],
 ) -> tuple[Finding, ...]:
     """The faults of a step, those that cost most first.
 
@@ -74,8 +75,9 @@ def find_faults(
       schedule: the sharded step.
       replicas: the mesh.
       donated: the numbers of the arguments that are donated.
+      splits: how the update of each weight is split.
     """
-    step = _Step(update, ins, schedule, replicas)
+    step = _Step(update, ins, schedule, replicas, splits)
     found = [
         *_sums_of_equals(step),
         *_sums_in_loops(step),
@@ -109,6 +111,7 @@ class _Step:
     ins: Sequence[Leaf]
     schedule: Schedule
     replicas: Replicas
+    splits: Sequence[Placement]
 
     @property
     def sums(self) -> Sums:
@@ -434,34 +437,84 @@ class _Reads:
 # ------------------------------------------------------------------------------------ not-scattered
 
 
+class _Level(NamedTuple):
+    """A program or the body of a loop, its part of the sharded step, and whose its values are."""
+
+    sums: Sums
+    region: Region
+    schedule: Schedule
+    weight_of: Mapping[int, int]
+    turns: int
+
+    def inside(self) -> Iterator[_Level]:
+        """The bodies of control flow that the update reaches into."""
+        facts = self.sums.facts
+        positions = {id(op): k for k, op in enumerate(facts.program.ops)}
+        for s in self.schedule.steps:
+            k = positions.get(id(s.op), -1) if isinstance(s, Control) else -1
+            if not isinstance(s, Control) or k not in self.region.bodies:
+                continue
+            turns = s.op.params["length"] if s.op.name == "scan" else 1
+            parts = (facts.bodies[k], self.region.bodies[k], s.bodies, control_links(s.op))
+            for body, region, schedule, links in zip(*parts, strict=True):
+                outs = set(body.program.outputs)
+                made = [(v, self.weight_of.get(u, -1)) for u, v, _ in links if v in outs]
+                weight_of = nearest_weights(body.program, region, made)
+                sums = Sums(body, self.sums.replicas)
+                yield _Level(sums, region, schedule, weight_of, self.turns * turns)
+
+
+def _levels(step: _Step) -> Iterator[_Level]:
+    program, region = step.update.program, step.update.region
+    made = [(program.outputs[o], i) for i, o in step.update.weights]
+    weight_of = nearest_weights(program, region, made)
+    found = [_Level(step.sums, region, step.schedule, weight_of, 1)]
+    while found:
+        level = found.pop()
+        yield level
+        found += level.inside()
+
+
 def _not_scattered(step: _Step) -> Iterator[Finding]:
-    """Sums as large as a weight whose update is split, that each device makes whole."""
-    sums, moves = step.sums, _Moves(step.schedule)
-    reduced = [m for m in moves.all if m.kind == "reduce" and m.reduction == "sum"]
-    ends = {m.dest: sums.chain(moves.first(m))[-1] for m in reduced}
-    scattered = {ends[m.dest] for m in reduced if m.after.span is not None}
-    split = {step.ins[i].aval.size for i in step.split_weights()}
-    costs: dict[str, int] = {}
-    for m in reduced:
-        if m.after.span is not None or m.aval.size not in split or ends[m.dest] in scattered:
-            continue
-        # What the forward pass reads is no gradient: statistics of the batch, say.
-        if step.update.region.whole.isdisjoint(sums.chain(moves.first(m))):
-            maker = sums.maker(ends[m.dest])
+    """Gradients of weights whose update is split, that each device makes whole."""
+    pairs = zip(step.update.weights, step.splits, strict=True)
+    split = {i for (i, _), placement in pairs if placement.span is not None}
+    costs: dict[int, dict[str, int]] = {}
+    for level in _levels(step):
+        sums, moves = level.sums, _Moves(level.schedule)
+        reduced = [m for m in moves.all if m.kind == "reduce" and m.reduction == "sum"]
+        scattered = {sums.chain(moves.first(m))[-1] for m in reduced if m.after.span is not None}
+        for m in reduced:
+            first = moves.first(m)
+            weight, chain = level.weight_of.get(first, -1), sums.chain(first)
+            if weight not in split or m.after.span is not None or chain[-1] in scattered:
+                continue
+            # What the forward pass reads is no gradient: statistics of the batch, say.
+            if not level.region.whole.isdisjoint(chain) or not sums.is_over_replicas(first):
+                continue
+            maker = sums.maker(chain[-1])
             where = "unknown line" if maker is None else maker.source
-            costs[where] = costs.get(where, 0) + m.aval.nbytes
-    for where, cost in costs.items():
+            lines = costs.setdefault(weight, {})
+            lines[where] = lines.get(where, 0) + m.aval.nbytes * level.turns
+    total = sum(step.ins[i].aval.nbytes for i in split)
+    for weight, lines in costs.items():
+        cost = sum(lines.values())
+        if cost * _WORTH_NAMING < total:
+            continue
+        where, leaf = max(lines, key=lambda line: lines[line]), step.ins[weight]
         yield Finding(
             "not-scattered",
-            "A gradient whose weight is updated on shards is all-reduced in the sharded step: a "
-            "reduce-scatter would move half of that.",
+            f"The gradient of {leaf.path}, {bytes_text(leaf.aval.nbytes)}, or a part of it, is "
+            "all-reduced in the sharded step though its update runs on shards: a reduce-scatter "
+            "would move half of that.",
             where,
             cost,
             0,
             False,
             "Between this sum and the update something needs the whole gradient, or rearranges it "
             "in a way that its split cannot follow. Where it is only a transposition, "
-            "shard_step(..., formats='dim') may do.",
+            "shard_step(..., formats='dim') may do; in a loop that adds up, accumulate='whole', "
+            "with a carry that is zero at first and read by nothing else.",
         )
 
 

@@ -28,28 +28,43 @@ def _hint_gradients(
 ) -> bool:
     """Says of gradients that they are split as their weights, where nothing else said it.
 
+    A gradient that no new weight is made from is taken for that of a frozen weight of its shape:
+    the state that it makes may be split in any way.
+
     `pairs` are old and new weights with their numbers. Returns whether anything was said.
     """
     program, hints, changed = facts.program, propagation.hints, False
     shapes = {weight: program.avals[old].shape for old, _, weight in pairs}
-    made = [(new, weight) for _, new, weight in pairs]
-    for v, weight in gradients(facts, region, propagation.replicas, made):
-        p: Placement | None = params[weight]
-        shape, wanted = program.avals[v].shape, shapes[weight]
-        if wanted[:1] == (1,) and shape == wanted[1:]:  # a copy of a stack, as `pmap` hands it over
-            p = p.without_leading_dim()
-        elif shape != wanted:
-            continue
-        if v not in hints and p is not None and p.span is not None:
-            hints[v] = p
+    found = list(gradients(facts, region, propagation.replicas, [(b, i) for _, b, i in pairs]))
+    frozen = shapes.keys() - {weight for _, weight in found}
+    for v, weight in found:
+        shape, tiles = program.avals[v].shape, facts.spreads[v].tiles
+        like = [weight] if weight >= 0 else sorted(frozen)
+        placements = [_of_gradient(shape, shapes[i], params[i]) for i in like]
+        placements = [p for p in placements if p and p.span and (weight >= 0 or p.tiles == tiles)]
+        if v not in hints and placements:
+            hints[v] = placements[0]
             changed = True
+    numbers = {old: weight for old, _, weight in pairs}
+    for op in program.ops:
+        weight = numbers.get(op.ins[0], -1) if op.name == "enter_manual" else -1
+        if weight >= 0 and not any(params[weight].tiles):
+            numbers[op.outs[0]] = weight
     for k, regions in region.bodies.items():
-        op = program.ops[k]
         for i, inside in enumerate(regions):
-            body = facts.bodies[k][i]
-            inner = _pairs_inside(op, i, {old: weight for old, _, weight in pairs})
-            changed |= _hint_gradients(propagation.bodies[k][i], body, inside, inner, params)
+            inner = _pairs_inside(program.ops[k], i, numbers)
+            body = propagation.bodies[k][i]
+            changed |= _hint_gradients(body, facts.bodies[k][i], inside, inner, params)
     return changed
+
+
+def _of_gradient(
+    shape: tuple[int, ...], weight: tuple[int, ...], placement: Placement
+) -> Placement | None:
+    """The placement of a gradient that is split as its weight; None where it has another shape."""
+    if weight[:1] == (1,) and shape == weight[1:]:  # a copy of a stack, as `pmap` hands it over
+        return placement.without_leading_dim()
+    return placement if shape == weight else None
 
 
 def _pairs_inside(op: Op, body: int, weights: Mapping[int, int]) -> list[tuple[int, int, int]]:

@@ -124,7 +124,7 @@ def make_step_plan(
         traffic=tuple(traffic_of(schedule, replicas, buckets)),
         whole=tuple(problems),
         owned=owned_jobs(schedule),
-        findings=find_faults(update, ins, outs, schedule, replicas, donated),
+        findings=find_faults(update, ins, outs, schedule, replicas, donated, splits),
         updates=tuple(
             leaf_plan(dataclasses.replace(ins[i], placement=p, lanes=None), replicas)
             for (i, _), p in zip(update.weights, splits, strict=True)

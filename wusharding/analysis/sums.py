@@ -20,6 +20,7 @@ from wusharding.analysis.update import ADDS, sums_replicas
 from wusharding.jaxprs import CROSSINGS, Op
 
 _PASSING = ("copy", "optimization_barrier", *CROSSINGS)
+_JOINING = (*ADDS, "concatenate", "stack", "pad", "dynamic_update_slice", "scatter-add")
 _NO_ORIGINS: Mapping[int, Origin] = {}
 
 
@@ -84,6 +85,21 @@ class Sums:
             v = source
             found.append(v)
         return found
+
+    def is_over_replicas(self, v: int) -> bool:
+        """Whether `v` is made of sums over replicas: no norm, which shards are summed for."""
+        found, open_values = set[int](), [v]
+        while open_values:
+            end = self.chain(open_values.pop())[-1]
+            op = self._made_by.get(end)
+            if op is None or end in found:
+                continue
+            found.add(end)
+            if op.subs or self.is_sum(self._positions[id(op)]):
+                return True
+            if op.name in _JOINING:
+                open_values += op.ins
+        return False
 
     def ending_in(self, v: int) -> list[tuple[Op, list[int]]]:
         """The sums that `v` is, or is an addition of, each with the values on the way to it."""

@@ -144,7 +144,10 @@ def sums_replicas(op: Op, facts: Facts, replicas: Replicas) -> bool:
 
 
 def only_rearranges(op: Op, program: Program) -> bool:
-    """A linear operation on its first operand that keeps its elements, but for a factor."""
+    """A linear operation on its first operand that hands on each element once, but for a factor.
+
+    It may hand them to several results, as a split does.
+    """
     rule = RULES.get(op.name)
     size = program.avals[op.ins[0]].size if op.ins else 0
     return (
@@ -153,7 +156,7 @@ def only_rearranges(op: Op, program: Program) -> bool:
         and not op.subs
         and rule.linear(op, (0,))
         and all(program.avals[v].size == 1 for v in op.ins[1:])
-        and all(program.avals[v].size == size for v in op.outs)
+        and sum(program.avals[v].size for v in op.outs) == size
     )
 
 
@@ -197,19 +200,26 @@ def gradients(
       region: which operations are the update.
       replicas: the mesh.
       made: as for `nearest_weights`.
+
+    Yields:
+      Each with its number; -1 for those that no new weight is made from, nor the forward pass
+      reads: gradients of frozen weights.
     """
     program = facts.program
     weight_of = nearest_weights(program, region, made)
     sums: set[int] = set()
+    statistics: set[int] = set()
     for k, op in enumerate(program.ops):
         if k in region.forward:
             if sums_replicas(op, facts, replicas):
                 sums.update(op.outs)
         elif sums.intersection(op.ins[:1]) and _keeps(op, program):
             sums.update(op.outs)
+            if not (region.whole | statistics).isdisjoint(op.ins[:1]):
+                statistics.update(op.outs)
     for v in sums:
-        if v in weight_of:
-            yield v, weight_of[v]
+        if v in weight_of or v not in region.whole | statistics:
+            yield v, weight_of.get(v, -1)
 
 
 def _keeps(op: Op, program: Program) -> bool:

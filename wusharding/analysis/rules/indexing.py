@@ -189,6 +189,10 @@ def _same_params(op: Op, view: LocalView) -> dict[str, Any]:
     return op.params
 
 
+def _all_terms(op: Op, partial: tuple[int, ...]) -> bool:
+    return partial == (0, 2)
+
+
 register(
     "dynamic_slice",
     OpRule("indexing", _dynamic_slice_factors, _dynamic_slice_localize, operands=_starts(1)),
@@ -199,6 +203,10 @@ register(
 )
 register("gather", OpRule("indexing", _gather_factors, _gather_localize))
 register(
-    "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max",
+    "scatter scatter-mul scatter-min scatter-max",
     OpRule("indexing", _scatter_factors, _scatter_localize),
+)
+register(
+    "scatter-add scatter-sub",
+    OpRule("indexing", _scatter_factors, _scatter_localize, linear=_all_terms),
 )
