@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from large_scale.topology import Topology
 
@@ -212,7 +213,7 @@ def scheme(
       state_bytes_per_elem: of auxiliary state; 8 is Adam in float32.
 
     Raises:
-      ValueError: no such link.
+      ValueError: no such link, one twice, a number that is none.
 
     >>> print(scheme("v5e:16x16", 2**20))
     phase           over  group  dtype      MiB     us
@@ -224,11 +225,20 @@ def scheme(
     total                                        115.7
     """
     topology = Topology.of(topology)
+    _check_figures(elems=elems, state_bytes_per_elem=state_bytes_per_elem)
     known = {link.name: link for link in links(topology)}
     order = tuple(known) if scatter is None else tuple(scatter)
+    for names, option in ((scatter, "scatter"), (scatter_dtype, "scatter_dtype")):
+        if isinstance(names, str):
+            kind = f"({names!r},)" if option == "scatter" else f"{{link: {names!r}}}"
+            raise TypeError(
+                f"{option}={names!r}: need it for each link, as {kind}; {_these(known)}"
+            )
+    if len(set(order)) < len(order):
+        raise ValueError(f"scatter={order}: names a link twice")
     for name in (*order, *(scatter_dtype or ())):
         if name not in known:
-            raise ValueError(f"{topology}: no link {name!r}; it has {', '.join(known)}")
+            raise ValueError(f"{topology}: no link {name!r}; {_these(known)}")
     first = [known[name] for name in order]
     rest = [link for name, link in known.items() if name not in order]
     own = jnp.dtype(dtype)
@@ -247,6 +257,16 @@ def scheme(
         phases.append(_phase("all-gather", link, back, nbytes, nbytes * link.size))
         left *= link.size
     return Scheme(tuple(phases))
+
+
+def _these(links: Mapping[str, Link]) -> str:
+    return f"it has {', '.join(links) or 'none'}"
+
+
+def _check_figures(**figures: float) -> None:
+    for name, found in figures.items():
+        if not isinstance(found, int | float | np.number) or not 0 <= found < math.inf:
+            raise ValueError(f"{name}: found {found!r}, need a number of at least 0")
 
 
 def _phase(kind: str, link: Link, dtype: Any, operand_bytes: int, whole_bytes: int) -> Phase:
@@ -359,10 +379,11 @@ def choose(
       state_bytes_per_elem: as for `scheme`.
 
     Raises:
-      ValueError: no scheme meets the constraints.
+      ValueError: no scheme meets the constraints; as `scheme`.
     """
     topology = Topology.of(topology)
     names = [link.name for link in links(topology)]
+    _check_figures(elems=elems, min_shards=min_shards, memory_bytes=memory_bytes or 0)
     room = topology.device_hbm_bytes if memory_bytes is None else memory_bytes
     fits: list[Scheme] = []
     refused: list[tuple[Scheme, str]] = []

@@ -45,18 +45,24 @@ def split_weights(
         layers cannot have split.
 
     Raises:
-      ValueError: a weight is split over `axis` already.
+      ValueError: a weight is split over `axis` already, or has fewer dims than its spec.
 
     >>> w = {"up": jax.ShapeDtypeStruct((12, 64, 256), "float32")}
     >>> specs = {"up": PartitionSpec(None, None, "y")}
     >>> split_weights(w, specs, "x", {"x": 4, "y": 2}, stacked=lambda path: True)
     {'up': P(None, 'x', 'y')}
     """
+    if not isinstance(sizes, Mapping):
+        raise TypeError(f"sizes: found {type(sizes).__name__}, need those of axes, as mesh.shape.")
     if axis not in sizes:
         raise ValueError(f"axis={axis!r}: the mesh has axes {list(sizes)}.")
 
     def split(path: Any, x: Any, spec: PartitionSpec) -> PartitionSpec:
         where = jax.tree_util.keystr(path)
+        if len(spec) > len(x.shape):
+            raise ValueError(
+                f"params{where}: {spec} has more entries than it has dims, {list(x.shape)}."
+            )
         entries = [*spec, *[None] * (len(x.shape) - len(spec))]
         if any(axis == e or (isinstance(e, tuple) and axis in e) for e in entries):
             raise ValueError(f"params{where}: its spec {spec} names {axis!r} already.")

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 import wusharding as wus
 from large_scale.cost import Link, by_speed, torus_link
-from large_scale.topology import Topology, slice_of
+from large_scale.topology import Topology, is_count, slice_of
 
 
 def make_mesh(
@@ -52,7 +52,14 @@ def make_mesh(
     >>> dict(make_mesh("cpu:8", model=2, split_data=True).shape)
     {'data_device': 4, 'model': 2}
     """
+    if isinstance(devices, str | int) or not isinstance(axis_types, AxisType):
+        raise TypeError(
+            f"make_mesh: found devices={devices!r}, axis_types={axis_types!r}; need a list of "
+            "devices and one jax.sharding.AxisType for all axes."
+        )
     found = list(jax.devices() if devices is None else devices)
+    if len(set(found)) < len(found):
+        raise ValueError(f"make_mesh: {len(found)} devices, of which {len(set(found))} differ.")
     have = Topology.of(found)
     want = have if topology is None else Topology.of(topology)
     if have != want and not _is_process_a_gpu(have, want):
@@ -60,13 +67,25 @@ def make_mesh(
             f"make_mesh: asked for {want}, but the devices are {have}. Give devices of that "
             f"topology, as large_scale.aot.devices({str(want)!r}) makes them for compiling."
         )
+    if not all(map(is_count, (data, *axes.values()))):
+        raise TypeError(f"make_mesh: need whole numbers, got data={data!r}, {axes}")
     if any(n < 1 for n in axes.values()):
-        raise ValueError(f"make_mesh: need sizes of at least 1, got {axes}")
+        raise ValueError(
+            f"make_mesh: need sizes of at least 1, got {axes}; only data= may be -1, what the "
+            "others leave"
+        )
     rest = math.prod(axes.values())
     if want.num_devices % rest or data not in (-1, want.num_devices // rest):
         raise ValueError(
             f"make_mesh: axes data={data}, {axes} do not multiply to the {want.num_devices} "
-            f"devices of {want}"
+            f"devices of {want}. Let the others divide {want.num_devices} and leave data out, or "
+            "give fewer devices, as devices=jax.devices()[:4]."
+        )
+    taken = [name for name in axes if name in {f"data_{dim}" for dim in want.grid_names}]
+    if split_data and taken:
+        raise ValueError(
+            f"make_mesh: {taken}: with split_data these are names of parts of data; name the axis "
+            "otherwise"
         )
     grid = _grid(found, want)
     # Each dim of the grid is cut in parts, outer to inner; inner parts are neighbours.
@@ -110,10 +129,16 @@ def data_axes(mesh: Mesh) -> tuple[str, ...]:
 
     For `shard_updates(..., axis=data_axes(mesh))`, and in a `PartitionSpec` for the batch.
 
+    Raises:
+      ValueError: the mesh has none.
+
     >>> data_axes(make_mesh("cpu:8")), data_axes(make_mesh("cpu:8", split_data=True))
     (('data',), ('data_device',))
     """
-    return tuple(a for a in mesh.axis_names if a == "data" or a.startswith("data_"))
+    found = tuple(a for a in mesh.axis_names if a == "data" or a.startswith("data_"))
+    if not found:
+        raise ValueError(f"data_axes: no axis of {mesh.axis_names} is named data, or data_...")
+    return found
 
 
 def torus_lines(mesh: Mesh, axis: str = "data") -> dict[str, Any]:
@@ -128,6 +153,10 @@ def torus_lines(mesh: Mesh, axis: str = "data") -> dict[str, Any]:
     >>> torus_lines(make_mesh("cpu:8"))
     {}
     """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"torus_lines: found {type(mesh).__name__}, need a Mesh of devices.")
+    if axis not in mesh.axis_names:
+        raise ValueError(f"torus_lines: the mesh has no axis {axis!r}, it has {mesh.axis_names}.")
     topology = Topology.of(list(mesh.devices.flat))
     if topology.chip.platform != "tpu":
         return {}

@@ -33,7 +33,13 @@ class Mean(NamedTuple):
         values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
         if weights is None:
             return cls(values.sum(), jnp.asarray(values.size, values.dtype))
-        counted = jnp.broadcast_to(weights, values.shape).astype(values.dtype)
+        try:
+            counted = jnp.broadcast_to(weights, values.shape).astype(values.dtype)
+        except ValueError as e:
+            raise ValueError(
+                f"weights: found shape {list(jnp.shape(weights))}, need one for each of the values "
+                f"{list(values.shape)}."
+            ) from e
         kept = jnp.where(counted != 0, values, 0)
         return cls((kept * counted).sum(), counted.sum())
 
@@ -83,12 +89,18 @@ def padded(batch: PyTree, size: int) -> tuple[PyTree, np.ndarray]:
     >>> filled["x"].tolist(), counts.tolist()
     ([7, 8, 9, 7], [1.0, 1.0, 1.0, 0.0])
     """
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        if not np.ndim(x):
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)}: is one number, need arrays of examples; hand "
+                "over what all examples share by itself."
+            )
     lengths = {len(x) for x in jax.tree.leaves(batch)}
     if len(lengths) != 1:
         raise ValueError(f"batch: its arrays have {sorted(lengths)} examples, need one number.")
     (n,) = lengths
     if not 0 < n <= size:
-        raise ValueError(f"batch: has {n} examples, need 1 to {size}.")
+        raise ValueError(f"batch: has {n} examples, need 1 to {size}, the size of a full one.")
 
     def filled(x: Any) -> np.ndarray:
         x = np.asarray(x)

@@ -107,11 +107,23 @@ def batch_norm(
     Returns:
       An array like `x`, and the `Moments` for running averages (see `merged`).
 
+    Raises:
+      TypeError: `x` are no floats.
+      ValueError: as `batch_moments`; `scale` or `bias` is not `[channels]`.
+
     >>> x = jnp.array([[1.0], [3.0], [10.0], [14.0]])
     >>> y, moments = batch_norm(x, jnp.ones(1), jnp.zeros(1), groups=2)
     >>> moments.mean.tolist(), y.round(2).ravel().tolist()
     ([[2.0], [12.0]], [-1.0, 1.0, -1.0, 1.0])
     """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x: found {x.dtype}, need floats: cast it, as by x.astype(jnp.float32).")
+    for name, param in (("scale", scale), ("bias", bias)):
+        if jnp.shape(param) != x.shape[-1:]:
+            raise ValueError(
+                f"{name}: found shape {list(jnp.shape(param))}, need one number for each of the "
+                f"{x.shape[-1]} channels of x {list(x.shape)}."
+            )
     moments = batch_moments(x, axis=axis, group_size=group_size, groups=groups)
     mean, factor = moments.mean, lax.rsqrt(moments.var + epsilon) * scale
     if groups is None:

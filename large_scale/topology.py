@@ -216,6 +216,17 @@ class Topology:
     num_slices: int = 1
 
     def __post_init__(self) -> None:
+        if not isinstance(self.chip, Chip):
+            raise TypeError(
+                f"topology: found {type(self.chip).__name__} for the chip, need a row of "
+                f"large_scale.CHIPS. Of a name, such as 'v5e:4x4', Topology.of makes a topology."
+            )
+        if any(not is_count(n) for n in (*self.dims, self.num_slices)):
+            raise TypeError(
+                f"topology {self}: need whole numbers, found dims {self.dims!r} and "
+                f"{self.num_slices!r} slices."
+            )
+        object.__setattr__(self, "dims", tuple(self.dims))
         if len(self.dims) != self.chip.num_dims or min(self.dims) < 1 or self.num_slices < 1:
             raise ValueError(
                 f"topology {self}: {self.chip.name} needs {_dims_text(self.chip)}, each at least "
@@ -369,6 +380,11 @@ def _of_devices(devices: Sequence[Any]) -> Topology:
             f"of {found.num_devices} devices"
         )
     return found
+
+
+def is_count(x: Any) -> bool:
+    """Whether it is a whole number, of Python or numpy."""
+    return hasattr(x, "__index__") and not isinstance(x, bool)
 
 
 def slice_of(device: Any) -> int:

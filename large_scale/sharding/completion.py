@@ -106,13 +106,23 @@ class Completion:
         It computes the same, and has the same derivatives: parts that define their own
         (`jax.custom_vjp`, `jax.custom_jvp`) keep them, and have no constraints inside; what
         `jax.checkpoint` is to compute again is computed again. Dims of which nothing is known are
-        left to the compiler. Jit it.
+        left to the compiler. Jit it. It takes arguments of the shapes and dtypes that it was
+        completed for.
         """
 
         def constrained(*args: Any) -> Any:
             leaves, treedef = jax.tree.flatten(args)
             if treedef != self.in_tree:
                 raise ValueError(f"arguments: found {treedef}, completed for {self.in_tree}.")
+            program = self.graph.program
+            for path, v, x in zip(self.paths, program.inputs, leaves, strict=True):
+                found, wanted = jax.typeof(x), program.avals[v]
+                if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+                    raise ValueError(
+                        f"{path}: found {found.dtype}{list(found.shape)}, completed for "
+                        f"{wanted.dtype}{list(wanted.shape)}. Numbers in the program, such as that "
+                        "of examples, may depend on it: call complete() for each shape."
+                    )
             graphs = {id(g.program): g for g in self.graph.graphs()}
 
             def visit(program: wus.Program, v: int, x: Any) -> Any:

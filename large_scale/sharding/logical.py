@@ -44,7 +44,12 @@ def logical_to_specs(
     >>> logical_to_specs({"up": ("embed", "mlp"), "bias": ("mlp",)}, rules)
     {'bias': P('model',), 'up': P(None, 'model')}
     """
-    table = {name: _axes(axes) for name, axes in rules.items()}
+    if not isinstance(rules, Mapping):
+        raise TypeError(
+            f"rules: found {type(rules).__name__}, need a mapping from names to mesh axes; of "
+            "pairs, where each name has one rule, dict(rules) is that."
+        )
+    table = {name: _axes(name, axes) for name, axes in rules.items()}
     sizes = dict(mesh.shape) if mesh is not None else None
     if sizes is not None:
         for name, axes in table.items():
@@ -64,6 +69,14 @@ def logical_to_specs(
                 f"shapes: has {len(arrays)} arrays, and logical names {len(named)}. Give both in "
                 "one tree."
             )
+        paths = jax.tree_util.tree_leaves_with_path(shapes, is_leaf=lambda x: hasattr(x, "names"))
+        for (path, _), (wanted, _) in zip(paths, named, strict=True):
+            alike = [*map(type, path)] == [*map(type, wanted)]
+            if alike and path != wanted:
+                raise ValueError(
+                    f"shapes: has array{jax.tree_util.keystr(path)} where the logical names have "
+                    f"array{jax.tree_util.keystr(wanted)}. Give both in one tree."
+                )
         lengths = [tuple(x.shape) for x in arrays]
     specs = [
         _spec(jax.tree_util.keystr(path), _names(x), table, shape, sizes)
@@ -119,10 +132,15 @@ def _spec(
     return PartitionSpec(*entries)
 
 
-def _axes(axes: str | Sequence[str] | None) -> tuple[str, ...]:
+def _axes(name: str, axes: str | Sequence[str] | None) -> tuple[str, ...]:
     if axes is None:
         return ()
-    return (axes,) if isinstance(axes, str) else tuple(axes)
+    found = (axes,) if isinstance(axes, str) else axes
+    if not isinstance(found, tuple | list) or not all(isinstance(a, str) for a in found):
+        raise TypeError(
+            f"rules[{name!r}]: found {axes!r}, need a mesh axis, a tuple of them or None."
+        )
+    return tuple(found)
 
 
 def _is_names(x: Any) -> bool:

@@ -210,3 +210,11 @@ def test_groups_that_do_not_fit_are_named():
         batch_norm(image(), SCALE, BIAS, group_size=2)
     with pytest.raises(ValueError, match=re.escape("groups=: for global arrays")):
         batch_norm(image(), SCALE, BIAS, axis="data", groups=2)
+
+
+def test_arrays_that_do_not_fit_are_named():
+    with pytest.raises(TypeError, match=re.escape("x: found int32, need floats")):
+        batch_norm(image().astype(jnp.int32), SCALE, BIAS)
+    for given in ((SCALE[:-1], BIAS), (SCALE, BIAS[:1])):
+        with pytest.raises(ValueError, match="need one number for each of the"):
+            batch_norm(image(), *given)

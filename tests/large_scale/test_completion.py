@@ -372,6 +372,17 @@ def test_annotations_that_do_not_fit_are_named(case):
         complete(mlp, *MLP, mesh=mesh(), **options)
 
 
+def test_arguments_of_other_shapes_are_refused():
+    """The number of examples is in the program: half of them would have half of their mean."""
+    x = jnp.arange(8.0)
+    plan = complete(jnp.mean, x, mesh=mesh(), specs=(P("data"),))
+    mean = jax.jit(plan.apply())
+    assert mean(x) == mean(np.arange(8.0)) == 3.5
+    for other in (x[:4], x.astype(jnp.int32)):
+        with pytest.raises(ValueError, match=re.escape("completed for float32[8]")):
+            mean(other)
+
+
 def test_what_is_no_mesh_is_refused():
     with pytest.raises(TypeError, match=re.escape("mesh: found dict, need a jax.sharding.Mesh")):
         complete(mlp, *MLP, mesh={"data": 8})  # pyright: ignore[reportArgumentType]

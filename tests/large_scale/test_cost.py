@@ -1,7 +1,9 @@
 """What reductions cost on links: by hand, against compiled programs, and what is chosen from it."""
 
 import dataclasses
+import inspect
 import itertools
+import math
 import re
 from pathlib import Path
 
@@ -157,6 +159,35 @@ def test_links_that_cannot_be_told():
         cost.links("cpu:8")
     with pytest.raises(ValueError, match=r"v5e:4x4: no link 'z'; it has x, y"):
         cost.scheme("v5e:4x4", 8, ("z",))
+    with pytest.raises(ValueError, match=r"v5e:1x1: no link 'x'; it has none"):
+        cost.scheme("v5e:1x1", 8, ("x",))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scatter": ("x", "x")}, "names a link twice"),
+        ({"scatter": "core"}, "need it for each link, as ('core',); it has x, y"),
+        ({"scatter_dtype": "bfloat16"}, "as {link: 'bfloat16'}; it has x, y"),
+        ({"elems": -1}, "elems: found -1, need a number of at least 0"),
+        ({"elems": math.nan}, "elems: found nan"),
+        ({"elems": "8"}, "elems: found '8'"),
+        ({"state_bytes_per_elem": -8}, "state_bytes_per_elem: found -8"),
+        ({"min_shards": math.nan}, "min_shards: found nan"),
+        ({"min_shards": -1}, "min_shards: found -1"),
+        ({"memory_bytes": math.nan}, "memory_bytes: found nan"),
+        ({"memory_bytes": "16GiB"}, "memory_bytes: found '16GiB'"),
+    ],
+    ids=str,
+)
+def test_figures_that_are_none(options, message):
+    """Each would be counted with: a link twice, or a constraint that nothing fails."""
+    elems = options.get("elems", 10**6)
+    options = {name: x for name, x in options.items() if name != "elems"}
+    for call in (cost.scheme, cost.choose):
+        if options.keys() <= set(inspect.signature(call).parameters):
+            with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+                call("v5e:4x4", elems, **options)
 
 
 # ---------------------------------------------------------------------------------- lines of meshes

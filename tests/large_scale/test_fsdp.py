@@ -185,6 +185,10 @@ def test_what_is_split_already_is_named():
         fsdp.split_weights({"w": jnp.ones((8, 8))}, {"w": P("x")}, "x", MESH)
     with pytest.raises(ValueError, match=re.escape("axis='z': the mesh has axes ['x', 'y']")):
         fsdp.split_weights({}, {}, "z", MESH)
+    with pytest.raises(ValueError, match=re.escape("params['w']: P(None, 'y') has more entries")):
+        fsdp.split_weights({"w": jnp.ones(8)}, {"w": P(None, "y")}, "x", MESH, min_elems=0)
+    with pytest.raises(TypeError, match=re.escape("found Mesh, need those of axes, as mesh.shape")):
+        fsdp.split_weights({}, {}, "x", jax.make_mesh((8,), ("x",)))  # pyright: ignore[reportArgumentType]
 
 
 # ------------------------------------------------------- weights split in a box, state over all

@@ -77,6 +77,11 @@ WRONG = {
         {"shapes": {"w": jnp.ones((8, 1)), "b": jnp.ones((8,))}},
         "shapes: has 2 arrays, and logical names 1",
     ),
+    "another array": (
+        {"w": ("batch", "embed")},
+        {"shapes": {"v": jnp.ones((8, 1))}},
+        "shapes: has array['v'] where the logical names have array['w']",
+    ),
 }
 
 
@@ -85,6 +90,14 @@ def test_what_does_not_fit_is_named(case):
     logical, options, message = WRONG[case]
     with pytest.raises(ValueError, match=re.escape(message)):
         logical_to_specs(logical, RULES, mesh=mesh_of(MESH), **options)
+
+
+def test_rules_that_are_none():
+    pairs = [("batch", "data")]
+    with pytest.raises(TypeError, match=re.escape("found list, need a mapping")):
+        logical_to_specs({}, pairs)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=re.escape("rules['batch']: found 0, need a mesh axis")):
+        logical_to_specs({}, {"batch": 0})  # pyright: ignore[reportArgumentType]
 
 
 def test_a_rule_for_an_axis_that_the_mesh_lacks():

@@ -123,12 +123,30 @@ BAD = [
     (("v5e:4x4",), {}, "asked for v5e:4x4, but the devices are cpu:8"),
     (("cpu:8",), {"model": 3}, "do not multiply to the 8 devices of cpu:8"),
     (("cpu:8",), {"data": 8, "model": 2}, "do not multiply to the 8"),
+    (("cpu:8",), {"data": 4}, r"Let the others divide 8 and leave data out, or give fewer"),
     (("cpu:8",), {"model": 0}, "need sizes of at least 1"),
+    (("cpu:8",), {"model": -1}, "only data= may be -1, what the others leave"),
+    (("cpu:8",), {"model": 2.0}, "need whole numbers, got data=-1, {'model': 2.0}"),
+    (("cpu:8",), {"data": None}, "need whole numbers, got data=None"),
+    (("cpu:8",), {"data_device": 2, "split_data": True}, "name the axis otherwise"),
+    (("cpu:8",), {"devices": jax.devices()[:1] * 8}, "8 devices, of which 1 differ"),
+    (("cpu:8",), {"devices": 8}, "need a list of devices"),
+    (("cpu:8",), {"axis_types": (AxisType.Auto,)}, "one jax.sharding.AxisType for all axes"),
     (("v9:1",), {}, "no chip 'v9' is known"),
 ]
 
 
 @pytest.mark.parametrize(("args", "axes", "message"), BAD)
 def test_bad_requests(args, axes, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         make_mesh(*args, **axes)
+
+
+def test_axes_that_a_mesh_has_not():
+    other = jax.make_mesh((8,), ("x",))
+    with pytest.raises(ValueError, match=r"no axis of \('x',\) is named data"):
+        data_axes(other)
+    with pytest.raises(ValueError, match=r"has no axis 'data', it has \('x',\)"):
+        torus_lines(other)
+    with pytest.raises(TypeError, match="found AbstractMesh, need a Mesh of devices"):
+        torus_lines(other.abstract_mesh, "x")  # pyright: ignore[reportArgumentType]

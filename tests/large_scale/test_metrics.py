@@ -85,3 +85,7 @@ def test_batches_that_cannot_be_padded_are_named():
         padded(np.ones(0), 4)
     with pytest.raises(ValueError, match=re.escape("its arrays have [2, 3] examples")):
         padded([np.ones(3), np.ones(2)], 4)
+    with pytest.raises(ValueError, match=re.escape("batch['step']: is one number, need arrays")):
+        padded({"x": np.ones(3), "step": np.float32(2)}, 4)
+    with pytest.raises(ValueError, match=re.escape("weights: found shape [4], need one for each")):
+        Mean.of(jnp.ones(5), jnp.ones(4))

@@ -72,6 +72,22 @@ def test_bad_names(name, message):
         Topology.of(name)
 
 
+@pytest.mark.parametrize(
+    ("chip", "dims", "slices", "message"),
+    [
+        ("v5e", (4, 4), 1, "found str for the chip, need a row of large_scale.CHIPS"),
+        (CHIPS["v5e"], (4.0, 4), 1, "need whole numbers, found dims (4.0, 4) and 1 slices"),
+        (CHIPS["v5e"], (True, 4), 1, "need whole numbers"),
+        (CHIPS["v5e"], (4, 4), 1.5, "and 1.5 slices"),
+    ],
+)
+def test_what_is_no_chip_or_no_number(chip, dims, slices, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        Topology(chip, dims, slices)
+    listed = Topology(CHIPS["v5e"], [4, 4])  # pyright: ignore[reportArgumentType]
+    assert {listed} == {Topology.of("v5e:4x4")}
+
+
 def test_names_may_have_spaces_and_capitals():
     assert Topology.of(" 2 * V5E:4x4 ") == Topology.of("2*v5e:4x4")
 
