@@ -260,6 +260,22 @@ def test_a_value_of_one_replica_is_not_taken_for_replicated(mesh8_explicit: Mesh
         wus.shard_step(step, mesh=mesh8_explicit)(*arguments(mesh8_explicit))
 
 
+def test_what_a_forgotten_reduction_makes_differ_is_named(mesh8_auto: Mesh) -> None:
+    def forgetful(params: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+        loss, grads["w1"], grads["w2"] = lax.pmean((loss, grads["w1"], grads["w2"]), "data")
+        updates, state = TX.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    step = in_shard_map(mesh8_auto, forgetful)
+    with pytest.raises(wus.ReplicationError) as refused:
+        wus.shard_step(step, mesh=mesh8_auto)(*arguments(mesh8_auto))
+    assert str(refused.value).startswith(
+        "results [0]['b1'], [1][0].mu['b1'], [1][0].nu['b1']: declared equal over ['data'] by "
+        "out_specs, but may differ"
+    )
+
+
 def accumulating(params: Any, state: Any, x: jax.Array, y: jax.Array, *, inside: bool) -> Any:
     """Two microbatches; the sum over replicas after the loop, or, by mistake, inside of it."""
 

@@ -112,6 +112,7 @@ def analyse(
     inputs: Sequence[Spread],
     *,
     casts_vary: bool = False,
+    results: Sequence[str] = (),
 ) -> Facts:
     """Follows `inputs` through a program.
 
@@ -121,17 +122,19 @@ def analyse(
       inputs: where each input lies.
       casts_vary: count a cast to a varying type as varying, as JAX's types do, though the values
         stay equal.
+      results: names of the program's outputs, for errors.
 
     Raises:
       ReplicationError: a value is declared replicated, but may differ between replicas.
     """
-    return _Analysis(replicas, casts_vary).run(program, inputs)
+    return _Analysis(replicas, casts_vary, tuple(results)).run(program, inputs)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Analysis:
     replicas: Replicas
     casts_vary: bool
+    results: tuple[str, ...]
 
     @property
     def axes(self) -> frozenset[str]:
@@ -142,13 +145,18 @@ class _Analysis:
         facts = Facts(program, spreads, set(), {})
         for v, spread in zip(program.inputs, inputs, strict=True):
             spreads[v] = spread
+        left: list[Op] = []
         for k, op in enumerate(program.ops):
             outs = self._control(k, op, facts) if op.subs else self._op(op, facts)
             for v, spread in zip(op.outs, outs, strict=True):
                 spreads[v] = spread
+            if op.name == "leave_manual" and self._open_axes(op, facts):
+                left.append(op)
             body_touched = any(body.touched for body in facts.bodies.get(k, ()))
             if body_touched or any(spreads[v].axes() & self.axes for v in (*op.ins, *op.outs)):
                 facts.touched.add(k)
+        if left:
+            raise ReplicationError(self._may_differ(left, facts))
         self._read_backwards(facts)
         return facts
 
@@ -210,7 +218,7 @@ class _Analysis:
             axes = self._spec_axes(op, ndims[0]) | (self.axes & {*map(str, unreduced)})
             return [Spread.same(ndims[0])._replace(varies=varies | axes)]
         if op.name == "leave_manual":
-            return [self._leaving(op, ins[0], facts)]
+            return [Spread(spec_tiles(op.params["spec"], ndims[0]))]
         is_cast = op.params.get("annotation") in ("pvary", "pcast")
         if op.name == "axis_index" or is_cast:
             cast = not is_cast or self.casts_vary
@@ -232,17 +240,27 @@ class _Analysis:
         tiles = spec_tiles(op.params["spec"], ndim)
         return self.axes.intersection(a for axes in tiles for a in axes)
 
-    def _leaving(self, op: Op, spread: Spread, facts: Facts) -> Spread:
+    def _open_axes(self, op: Op, facts: Facts) -> frozenset[str]:
+        """Along which axes what leaves a `shard_map` may differ, though its spec says not."""
         ndim = len(facts.program.avals[op.outs[0]].shape)
-        open_axes = spread.varies - self._spec_axes(op, ndim)
-        if open_axes:
-            raise ReplicationError(
-                f"{op.source}: an output of shard_map is declared equal over {sorted(open_axes)} "
-                f"(its spec is {op.params['spec']}), but it may differ between replicas: it "
-                "depends on data, random numbers or an index of one replica. Reduce it first, as "
-                "by jax.lax.pmean, or name the axis in out_specs."
-            )
-        return Spread(spec_tiles(op.params["spec"], ndim))
+        return facts.spreads[op.ins[0]].varies - self._spec_axes(op, ndim)
+
+    def _may_differ(self, left: Sequence[Op], facts: Facts) -> str:
+        made = {op.outs[0] for op in left}
+        named = zip(self.results, facts.program.outputs, strict=False)
+        names = [name for name, v in named if v in made]
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        what = f"results {', '.join(names[:5])}{more}"
+        if not names:
+            what = f"{left[0].source}: an output of shard_map"
+        axes = frozenset[str]().union(*(self._open_axes(op, facts) for op in left))
+        grouped = any(op.params.get("axis_index_groups") for op in facts.program.ops)
+        return (
+            f"{what}: declared equal over {sorted(axes)} by out_specs, but may differ between "
+            "replicas: made of data, random numbers or an index of one replica. Reduce first what "
+            "it is made of, gradients by jax.lax.pmean, or name the axis in out_specs."
+            + (" Sums over axis_index_groups are those of a group only." if grouped else "")
+        )
 
     def _tiled(self, op: Op, facts: Facts, ins: Sequence[Spread]) -> list[Spread]:
         """A global operation on tiles: as its rule says, or on the whole."""
@@ -259,7 +277,8 @@ class _Analysis:
 
     def _control(self, k: int, op: Op, facts: Facts) -> list[Spread]:
         ins = [facts.spreads[v] for v in op.ins]
-        run = {"cond": self._cond, "scan": self._scan, "while": self._while}[op.name]
+        inner = dataclasses.replace(self, results=())
+        run = {"cond": inner._cond, "scan": inner._scan, "while": inner._while}[op.name]
         facts.bodies[k], outs = run(op, ins)
         return outs
 

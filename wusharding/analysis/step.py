@@ -165,6 +165,7 @@ def find_update(
     inputs: Sequence[Spread],
     matched: Sequence[tuple[int, int]],
     style: Style,
+    results: Sequence[str] = (),
 ) -> StepUpdate:
     """Finds the weight update of a step.
 
@@ -174,6 +175,7 @@ def find_update(
       inputs: where each input lies.
       matched: inputs and outputs that may belong together, by position: their trees agree.
       style: what the user chose.
+      results: names of the step's results, for errors.
 
     Raises:
       ReplicationError: a value is declared replicated, but may differ between replicas.
@@ -186,7 +188,7 @@ def find_update(
             spread if v == stack else Spread.same(len(single.avals[v].shape))
             for v, stack, spread in zip(single.inputs, program.inputs, inputs, strict=True)
         ]
-        facts = analyse(single, replicas, spreads)
+        facts = analyse(single, replicas, spreads, results=results)
         own = {(i, o) for i, o in copied if facts.spreads[single.outputs[o]].axes() & axes}
         if not own:
             break

@@ -247,7 +247,10 @@ class StepPrograms:
                 e.add_note(_STORED_ELSEWHERE)
             raise
         pairs = matched(found.args, found.out_shape)
-        update = find_update(found.program, replicas, found.inputs, pairs, options.style)
+        out_paths, _, out_def = flatten_with_paths(found.out_shape)
+        update = find_update(
+            *(found.program, replicas, found.inputs, pairs, options.style), results=out_paths
+        )
         target = options.target or platform_of(mesh)
         assigned = assign(
             update,
@@ -260,7 +263,6 @@ class StepPrograms:
         )
         if not any(p.span for p in (*assigned.params, *assigned.state)):
             raise UnsupportedStepError(why_nothing(update, replicas, paths, pairs))
-        out_paths, _, out_def = flatten_with_paths(found.out_shape)
         ins, outs = _leaves_of(update, assigned, (paths, out_paths), options, target, replicas)
         donate = found.donated
         if options.donate_argnums is not None:
