@@ -672,6 +672,25 @@ def test_state_whole_in_shard_map(started):
         manual(body, stacked(good_params()), good_params(), state)
 
 
+@pytest.mark.parametrize("what", ["params", "gradients", "state"])
+def test_shapes_where_arrays_are_needed(what):
+    mesh = mesh_of({"data": 8}, auto=True)
+    tx, params = optimizer_of(mesh=mesh), good_params()
+    state, shapes = tx.init(params), jax.eval_shape(lambda: good_params())
+    calls = {
+        "params": [lambda: tx.init(shapes), lambda: tx.update(params, state, shapes)],
+        "gradients": [lambda: tx.update(shapes, state, params)],
+        "state": [
+            lambda: tx.unshard(tx.abstract_state(params)),
+            lambda: tx.apply(params, tx.abstract_state(params), params),
+            lambda: tx.shard(jax.eval_shape(optax.adam(0.1).init, params), params),
+        ],
+    }
+    for call in calls[what]:
+        with refused(TypeError, what, "ShapeDtypeStruct", "jax.eval_shape", "abstract_state"):
+            call()
+
+
 def test_state_stacked_by_pmap():
     state = training("pmap", optax.adam(0.1), good_params()).state
     with refused(MISMATCH, "state", "stacked by pmap", "inside pmap"):

@@ -124,6 +124,27 @@ def test_unshard_of_what_are_no_arrays(thing):
     assert shapes[0].mu["w"].shape == (17, 4)
 
 
+def test_shapes_where_arrays_are_needed():
+    mesh = mesh_of({"data": 8}, auto=True)
+    sharded = wus.shard_step(plain, mesh=mesh)
+    args = *on(mesh, started(17)), on(mesh, leaf(16, 17), P("data"))
+    shapes = sharded.shard_shapes(*args)
+    for call in (sharded, sharded.shard):
+        with pytest.raises(TypeError, match=r"args\[0\].*ShapeDtypeStruct.*lower\(\.\.\.\)"):
+            call(*shapes)
+
+
+def test_a_pmap_over_another_axis_than_the_one_named():
+    def of_replica(params, state, x):
+        return plain(params, state, jax.lax.pmean(x, "batch"))
+
+    mesh = mesh_of({"data": 8}, auto=True)
+    params, state = jax.tree.map(lambda a: jnp.stack([a] * 8), started(17))
+    sharded = wus.shard_step(jax.pmap(of_replica, axis_name="batch"), mesh=mesh, axis="data")
+    with pytest.raises(wus.ContextError, match=r"another mesh than .*'data': 8.*axis_name='data'"):
+        sharded(params, state, jnp.ones((8, 2, 17)))
+
+
 def test_state_of_another_sharded_step():
     """Of another shape the step itself fails; of its own one, nothing would be sharded."""
     mesh = mesh_of({"data": 8}, auto=True)

@@ -643,6 +643,14 @@ def checks_varying(axis: str) -> bool:
     return axis in varying_axes(lax.axis_index(axis))
 
 
+def is_of_other_mesh(error: Exception) -> bool:
+    """Whether JAX raised it because a `shard_map` or `pmap` is over another mesh than the ambient.
+
+    JAX has no type for it; its message says so.
+    """
+    return "should match the mesh passed to shard_map" in str(error)
+
+
 def array_aval(x: Any) -> Aval:
     """Shape and dtype of an array, a tracer, a numpy value or a `ShapeDtypeStruct`."""
     if hasattr(x, "shape") and hasattr(x, "dtype"):

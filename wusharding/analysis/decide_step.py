@@ -474,6 +474,34 @@ class _StepDecider(Decider):
         self._compute(op, rule, fit, ins, uniform=False)
         return True
 
+    def _finished(self, v: int) -> int:
+        """As in an update; but a gradient leaves tiles that its weight has not.
+
+        It is scattered in its tiles, and the shards are gathered; where the tiles are of the dims
+        that are split, or the weight has others, it is summed, gathered and cut.
+        """
+        value, want = self.values[v], self._wanted(v)
+        have = value.placement
+        fits = (
+            value.partial == "sum"
+            and not self.replica_axes.isdisjoint(value.partial_axes)
+            and want is not None
+            and want.span is not None
+            and have.span is None
+            and have.shared_tiles(want) != have
+        )
+        if not fits or want is None or want.span is None:
+            return super()._finished(v)
+        tiled = [d for d, axes in enumerate(have.tiles) if axes != want.tiles[d]]
+        within = have.shared_tiles(want) == want.without_span()
+        if within and not any(want.span.lo <= d < want.span.hi for d in tiled):
+            part = Placement(have.tiles, want.span)
+            part = self._move("reduce", v, part, value.partial, value.partial_axes)
+            return self._move("gather", part, want)
+        whole = self._move("reduce", v, have, value.partial, value.partial_axes)
+        why = "makes a gradient in other tiles than its weight's"
+        return self._placed(whole, want, why, self.made_by.get(v))
+
     def _linear(self, op: Op, rule: OpRule, factors: Factors) -> bool:
         """As in an update; but a sum that is wanted split is made where it is first read."""
         stays = isinstance(op.primitive, Identity) or self.deferred.issuperset(op.outs)

@@ -514,7 +514,8 @@ def _not_scattered(step: _Step) -> Iterator[Finding]:
             "Between this sum and the update something needs the whole gradient, or rearranges it "
             "in a way that its split cannot follow. Where it is only a transposition, "
             "shard_step(..., formats='dim') may do; in a loop that adds up, accumulate='whole', "
-            "with a carry that is zero at first and read by nothing else.",
+            "with a carry that is zero at first and read by nothing else; on a mesh with a model "
+            "axis, a weight with the tiles in which its gradient is made, or none.",
         )
 
 
@@ -534,7 +535,7 @@ def _needed_whole(step: _Step, outs: Sequence[Leaf]) -> Iterator[Finding]:
     costs: dict[tuple[str, str, str], int] = {}
     for move in moves.all:
         first = moves.first(move)
-        if move.kind == "gather" and not move.planned:
+        if move.kind == "gather" and not move.planned and move.after.span is None:
             cost = -(-move.aval.nbytes // step.replicas.num_shards)
         elif (
             move.kind == "reduce" and move.after.span is None and sums.chain(first)[-1] in scattered

@@ -57,10 +57,10 @@ class Control:
 class Move:
     """Takes value `source` from one placement to another and calls it `dest`.
 
-    `kind` is "slice" (no communication), "gather", or "reduce": a partial value, finished over
-    `axes` with `reduction`, whole or scattered to `after`. A gather is `planned` where weights are
-    meant to be whole, and not where an operation could not run on pieces. `sums` says in what it
-    travels where it is a sum that is scattered.
+    `kind` is "slice" (no communication), "gather" (of what a span splits, of tiles, or both), or
+    "reduce": a partial value, finished over `axes` with `reduction`, whole or scattered to `after`.
+    A gather is `planned` where weights are meant to be whole, and not where an operation could not
+    run on pieces. `sums` says in what it travels where it is a sum that is scattered.
     """
 
     kind: Literal["slice", "gather", "reduce"]

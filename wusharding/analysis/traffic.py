@@ -80,12 +80,12 @@ def _moves(moves: Sequence[Move], replicas: Replicas, buckets: BucketSizes) -> I
             size = Aval(shard.shape, dtype).nbytes
             yield Traffic("all-reduce", "gradient shards, between subgroups", 1, size)
     for planned, purpose in ((True, "weights"), (False, "values needed whole")):
-        split = [m for m in gathered if m.planned == planned and m.before.span is not None]
+        split = [m for m in gathered if m.planned == planned and m.before.span != m.after.span]
         yield from _phases("all-gather", purpose, split, replicas, buckets)
         for move in gathered:
             if move.planned == planned and move.before.tiles != move.after.tiles:
-                size = _local(move, move.before, replicas).nbytes
-                yield Traffic("all-gather", purpose, 1, size)
+                tile = Placement(move.before.tiles, move.after.span)
+                yield Traffic("all-gather", purpose, 1, _local(move, tile, replicas).nbytes)
 
 
 def _phases(

@@ -146,7 +146,8 @@ class _Search:
             self._compute(step)
         for move in _moves(step):
             wide = padding_of(move.aval, move.before, self.replicas)
-            if wide is not None and move.kind == "gather" and _is_short(wide, move.aval):
+            gathered = move.kind == "gather" and move.after.span is None
+            if wide is not None and gathered and _is_short(wide, move.aval):
                 self.wide[move.dest] = wide
 
     def found(self) -> Widening:

@@ -300,6 +300,17 @@ def concrete_mesh(mesh: Any) -> Mesh:
     )
 
 
+def check_arrays(name: str, leaves: Sequence[Leaf], arrays: Sequence[Any], instead: str) -> None:
+    """No shape without data where data is needed; `instead` says what takes shapes."""
+    for i, x in enumerate(arrays):
+        if isinstance(x, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"{name}{leaves[i].path if leaves else ''}: found a ShapeDtypeStruct, "
+                f"{x.dtype}{list(x.shape)} without data; need an array. For shapes of the results "
+                f"{instead}."
+            )
+
+
 def place(
     groups: Sequence[Sequence[Any]],
     specs: Sequence[Sequence[PartitionSpec]],
@@ -312,6 +323,9 @@ def place(
     """
     devices = set(mesh.devices.flat)
     for group, (name, leaves) in zip(groups, names, strict=True):
+        check_arrays(
+            name, leaves, group, "call it under jax.eval_shape, or ask abstract_state(...)"
+        )
         for i, x in enumerate(group):
             sharding = getattr(x, "sharding", None)
             if sharding is None or not getattr(x, "committed", False):

@@ -141,7 +141,7 @@ def current_mesh(mesh: Mesh | None) -> Mesh | AbstractMesh | None:
         raise ContextError(
             f"mesh=: has axes {dict(mesh.shape)}, and the ambient mesh has {dict(ambient.shape)} "
             "or other kinds of axes. Call within `with jax.set_mesh(mesh)` of the same mesh, or "
-            "outside of any."
+            "outside of any; in pmap and shard_map, under the same names: pmap(..., axis_name=...)."
         )
     return ambient
 

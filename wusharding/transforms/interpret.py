@@ -244,7 +244,7 @@ class Interpreter:
 
     @jax.named_scope("all_gather")
     def _gather(self, moves: list[Move], env: Values) -> None:
-        split = [m for m in moves if m.before.span is not None]
+        split = [m for m in moves if m.before.span is not None and m.after.span is None]
         formats = [self._format(m.aval, m.before) for m in split]
         leaving = [i for i, m in enumerate(split) if m.dest in env.leaving]
         done = self.collectives.gather_wide([env[m.source] for m in split], formats, leaving)
@@ -255,9 +255,10 @@ class Interpreter:
                 env.wide[move.dest] = x
         for move in moves:
             x = wholes.get(move.dest, env.get(move.source))
+            local = move.after.local_dims()
             for d, (have, want) in enumerate(zip(move.before.tiles, move.after.tiles, strict=True)):
                 for axis in reversed(have) if have != want else ():
-                    x = lax.all_gather(x, axis, axis=d, tiled=True, to="invarying")
+                    x = lax.all_gather(x, axis, axis=local[d], tiled=True, to="invarying")
             env[move.dest] = x
 
     def _format(self, aval: Aval, placement: Placement) -> Format:

@@ -27,7 +27,8 @@ from wusharding.errors import (
     StateMismatchError,
     UnsupportedStepError,
 )
-from wusharding.transforms.checks import check_positions, concrete_mesh
+from wusharding.jaxprs import is_of_other_mesh
+from wusharding.transforms.checks import check_arrays, check_positions, concrete_mesh
 from wusharding.transforms.context import (
     Context,
     check_axes,
@@ -126,6 +127,7 @@ class Built:
     def placed(self, args: Any) -> Any:
         """Arguments as they are stored, on the mesh; those that are there already are not moved."""
         arrays = [_as_array(x) for x in jax.tree.leaves(args)]
+        check_arrays("args", self.ins, arrays, "ask lower(...), shard_shapes(...) or plan_for(...)")
         check_alive(self.ins, arrays)
         replicas = self.context.replicas
         whole = unstored(replicas, self.ins, arrays)
@@ -243,6 +245,13 @@ class StepPrograms:
         try:
             found = traced(self._step, mesh, leaves, treedef)
         except Exception as e:
+            if is_of_other_mesh(e):
+                raise ContextError(
+                    "step: it has a shard_map or pmap over another mesh than that with axes "
+                    f"{dict(mesh.shape)}, which it was given or its arguments lie on. Name the "
+                    f"axes alike: jax.pmap(..., axis_name={options.reduce_axes[0]!r}) and a pmean "
+                    "over it, or shard_step(..., mesh=..., axis=...) as the step has them."
+                ) from e
             if not isinstance(e, ShardingError):
                 e.add_note(_STORED_ELSEWHERE)
             raise
