@@ -142,7 +142,7 @@ def collectives(hlo_text: str) -> list[Collective]:
         for i in computation.values()
         if i.opcode in ("fusion", "async-start")
     }
-    fused_channels: dict[str, int] = {}
+    fused_channels: dict[tuple[str, str, str, int], int] = {}
     carriers: dict[str, int] = {}
     sent: dict[str, int] = {}
     received: dict[str, str] = {}
@@ -155,16 +155,21 @@ def collectives(hlo_text: str) -> list[Collective]:
                 continue
             if kind not in KINDS:
                 continue
-            if name in callers and (channel := instruction.attributes.get("channel_id")):
+            scatters = name in callers and "AllReduceScatter" in callers[name].emitter
+            channel = instruction.attributes.get("channel_id")
+            if name in callers and channel and not scatters:
                 # The start, the steps and the end of an asynchronous one are fusions on TPU, each
-                # with the collective in it.
-                carriers[callers[name].name] = fused_channels.setdefault(channel, len(found))
-                if (seen := fused_channels[channel]) < len(found):
+                # with the collective in it. Others may have the same channel.
+                groups = instruction.attributes.get("replica_groups", "")
+                same = (channel, kind, groups, nbytes(instruction.type))
+                carriers[callers[name].name] = fused_channels.setdefault(same, len(found))
+                if (seen := fused_channels[same]) < len(found):
                     if not found[seen].emitter:
                         found[seen] = dataclasses.replace(found[seen], emitter=_SPREAD)
                     continue
             one = _collective(instruction, kind, computation, name in looped, devices)
-            if (fusion := callers.get(name)) and "AllReduceScatter" in fusion.emitter:
+            if scatters:
+                fusion = callers[name]
                 one = dataclasses.replace(
                     one,
                     kind="reduce-scatter",

@@ -90,6 +90,34 @@ def test_a_fusion_that_keeps_a_slice_of_an_all_reduce_is_a_reduce_scatter():
     assert [c.kind for c in hlo.collectives(unfused)] == ["all-reduce"]
 
 
+def test_scatters_of_one_channel_count_each():
+    """In a `shard_map` all collectives have channel 1, asynchronous ones in fusions too."""
+    part = """
+%all-reduce-scatter{0} (p: f32[64,128]) -> f32[8,128] {{
+  %p = f32[64,128]{{1,0}} parameter(0)
+  %r = f32[64,128]{{1,0}} all-reduce(%p), channel_id=1, replica_groups={{{{0,1,2,3}}}}
+  ROOT %d = f32[16,128]{{1,0}} dynamic-slice(%r, %i, %z), dynamic_slice_sizes={{16,128}}
+}}
+
+%gather{0} (p: f32[8,128]) -> f32[32,128] {{
+  %p = f32[8,128]{{1,0}} parameter(0)
+  ROOT %g = f32[32,128]{{1,0}} all-gather(%p), channel_id=1, replica_groups={{{{0,1,2,3}}}}
+}}
+"""
+    main = """
+ENTRY %main (x: f32[64,128]) -> f32[16,128] {
+  %x = f32[64,128]{1,0} parameter(0)
+  %start = f32[32,128]{1,0} fusion(%x), kind=kCustom, calls=%gather0
+  %done = f32[32,128]{1,0} fusion(%x), kind=kCustom, calls=%gather1
+  %a = f32[16,128]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter0, backend_config={"c":{"emitter":"AllReduceScatterFusion"}}
+  ROOT %b = f32[16,128]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter1, backend_config={"c":{"emitter":"AllReduceScatterFusion"}}
+}
+"""  # noqa: E501
+    text = "HloModule m, num_partitions=4\n" + part.format(0) + part.format(1) + main
+    kinds = [c.kind for c in hlo.collectives(text)]
+    assert sorted(kinds) == ["all-gather", "reduce-scatter", "reduce-scatter"]
+
+
 def test_an_asynchronous_collective_in_several_fusions_counts_once():
     part = """
 %part{0} (p: f32[8,128]) -> f32[32,128] {{
