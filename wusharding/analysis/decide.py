@@ -38,6 +38,8 @@ from wusharding.analysis.schedule import (
     Problem,
     Schedule,
     Step,
+    reads,
+    writes,
 )
 from wusharding.analysis.sum_dtypes import OWN
 from wusharding.jaxprs import Aval, Identity, Op, Program
@@ -793,29 +795,6 @@ def _feeds_matrix(program: Program) -> set[int]:
     return found
 
 
-def _reads(step: Step) -> list[int]:
-    if isinstance(step, OwnedStage):
-        made = {v for job in step.jobs for s in job.steps for v in s.outs}
-        made |= {e.dest for job in step.jobs for e in job.entries}
-        inner = [v for job in step.jobs for s in job.steps for v in s.ins if v not in made]
-        return inner + [e.source for job in step.jobs for e in job.entries]
-    if isinstance(step, Move):
-        return [step.source]
-    if isinstance(step, Communicate):
-        return [m.source for m in step.moves]
-    return list(step.ins)
-
-
-def _writes(step: Step) -> list[int]:
-    if isinstance(step, OwnedStage):
-        return [e.dest for job in step.jobs for e in job.exits]
-    if isinstance(step, Move):
-        return [step.dest]
-    if isinstance(step, Communicate):
-        return [m.dest for m in step.moves]
-    return list(step.outs)
-
-
 def _can_wait(move: Move) -> bool:
     """Gradients to scatter and weights to gather: more of them will come, to share buckets."""
     return move.planned or (move.kind == "reduce" and move.after.span is not None)
@@ -843,7 +822,7 @@ def _order(steps: list[Step], ready: set[int]) -> list[Step]:
             heapq.heappush(local, k)
 
     for k, step in enumerate(steps):
-        needs = {v for v in _reads(step) if v not in ready}
+        needs = {v for v in reads(step) if v not in ready}
         missing[k] = len(needs)
         for v in needs:
             readers.setdefault(v, []).append(k)
@@ -854,7 +833,7 @@ def _order(steps: list[Step], ready: set[int]) -> list[Step]:
 
     def done(step: Step) -> None:
         ordered.append(step)
-        for v in _writes(step):
+        for v in writes(step):
             for k in readers.get(v, ()):
                 missing[k] -= 1
                 if missing[k] == 0:

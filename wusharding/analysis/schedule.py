@@ -77,9 +77,21 @@ class Move:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Communicate:
-    """Moves that are ready together, so that they may share collectives."""
+    """Moves that are ready together, so that they may share collectives.
+
+    `beside` are sums that were scattered before, to be updated together with those of `moves`.
+    """
 
     moves: tuple[Move, ...]
+    beside: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wait:
+    """What reads `value` from here on does so when `done` are there."""
+
+    value: int
+    done: tuple[int, ...]
 
 
 class Entry(NamedTuple):
@@ -160,7 +172,40 @@ class OwnedStage:
         return {o: [e for j in jobs for e in j.exits] for o, jobs in self.by_owner().items()}
 
 
-Step = Compute | Control | Communicate | Move | OwnedStage
+Step = Compute | Control | Communicate | Move | OwnedStage | Wait
+
+
+def reads(step: Step) -> list[int]:
+    """The values that a step needs."""
+    match step:
+        case OwnedStage():
+            made = {v for job in step.jobs for s in job.steps for v in s.outs}
+            made |= {e.dest for job in step.jobs for e in job.entries}
+            inner = [v for job in step.jobs for s in job.steps for v in s.ins if v not in made]
+            return inner + [e.source for job in step.jobs for e in job.entries]
+        case Move():
+            return [step.source]
+        case Communicate():
+            return [*(m.source for m in step.moves), *step.beside]
+        case Wait():
+            return [step.value, *step.done]
+        case Compute() | Control():
+            return list(step.ins)
+
+
+def writes(step: Step) -> list[int]:
+    """The values that a step makes."""
+    match step:
+        case OwnedStage():
+            return [e.dest for job in step.jobs for e in job.exits]
+        case Move():
+            return [step.dest]
+        case Communicate():
+            return [m.dest for m in step.moves]
+        case Wait():
+            return []
+        case Compute() | Control():
+            return list(step.outs)
 
 
 @dataclasses.dataclass(slots=True)

@@ -43,6 +43,15 @@ class BucketSizes(NamedTuple):
         """
         return fill_buckets(elems, self.bucket_bytes // elem_bytes, self.alone_bytes // elem_bytes)
 
+    def goes_alone(self, elems: int, elem_bytes: int) -> bool:
+        """Whether `fill` lets an array of so many elements per shard travel alone.
+
+        >>> sizes = BucketSizes(bucket_bytes=4096, alone_bytes=1024)
+        >>> sizes.goes_alone(16, 64), sizes.goes_alone(15, 64)
+        (True, False)
+        """
+        return elems >= _large(self.bucket_bytes // elem_bytes, self.alone_bytes // elem_bytes)
+
 
 def fill_buckets(elems: Sequence[int], bucket_elems: int, alone_elems: int) -> list[Bucket]:
     """Distributes arrays over buckets of at most `bucket_elems`.
@@ -62,7 +71,7 @@ def fill_buckets(elems: Sequence[int], bucket_elems: int, alone_elems: int) -> l
     [(1, 1, 2)]
     """
     capacity = max(bucket_elems, 1)
-    large = min(capacity, max(alone_elems, 1))
+    large = _large(bucket_elems, alone_elems)
     alone = [(Piece(i, 0, n),) for i, n in enumerate(elems) if n >= large]
     shared: list[Bucket] = []
     current: list[Piece] = []
@@ -82,3 +91,7 @@ def fill_buckets(elems: Sequence[int], bucket_elems: int, alone_elems: int) -> l
     if current:
         shared.append(tuple(current))
     return alone + shared
+
+
+def _large(bucket_elems: int, alone_elems: int) -> int:
+    return max(min(bucket_elems, alone_elems), 1)

@@ -11,7 +11,7 @@ import math
 from wusharding.formats.format import LANES, SUBLANES
 
 _RING_TILES = 3648  # that a core holds while a ring runs
-_FEW_TILES = 8  # pieces of fewer are padded by us
+_FEW_TILES = 16  # pieces of fewer are padded by us
 
 
 def scattered_tiles(tiles: int, length: int) -> int:
@@ -58,7 +58,7 @@ def tile_padding(elems: int, minor: tuple[int, ...], length: int) -> int:
     >>> (
     ...     tile_padding(2304, (), 16),
     ...     tile_padding(24 * 100, (100,), 16),
-    ...     tile_padding(9 * 1024, (), 16),
+    ...     tile_padding(17 * 1024, (), 16),
     ... )
     (1792, 0, 0)
     >>> (tile_padding(589 * 1024 + 1, (), 4) + 1) // 1024  # to two parts of 296 tiles

@@ -24,6 +24,7 @@ from wusharding.analysis.schedule import (
     Move,
     OwnedStage,
     Schedule,
+    Wait,
 )
 from wusharding.analysis.wide import Widening, WideOp, padding_of, widen
 from wusharding.formats import Format
@@ -103,6 +104,8 @@ class Interpreter:
                     )
                 case Communicate():
                     self._communicate(step, env)
+                case Wait():
+                    self._wait(step, env)
                 case OwnedStage():
                     self._owned(step, env)
                 case Control():
@@ -204,7 +207,16 @@ class Interpreter:
             done = self.collectives.all_reduce(xs, reduction, axes)
             env.update(zip((m.dest for m in moves), done, strict=True))
         self._scatter_sums(scatters, env)
+        shards = [*(m.dest for m in scatters), *step.beside]
+        env.update(zip(shards, self.collectives.together([env[v] for v in shards]), strict=True))
         self._gather(gathers, env)
+
+    def _wait(self, step: Wait, env: Values) -> None:
+        forms = env.wide if step.value in env.wide else env
+        forms[step.value], *done = lax.optimization_barrier(
+            (forms[step.value], *(env[v] for v in step.done))
+        )
+        env.update(zip(step.done, done, strict=True))
 
     def _scattered_tile(self, x: Any, move: Move) -> Any:
         """The tile of a sum over the axes that make the tile, and over others."""

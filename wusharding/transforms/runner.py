@@ -137,6 +137,7 @@ class Runner:
         tiles = [self.storage.tile(layout.grads[i], grads[i]) for i in scatter]
         shards = self.collectives.reduce_scatter(tiles, formats, options.sum_dtypes)
         shards = self.collectives.sum_shards(shards, rest, options.sum_dtypes)
+        shards = self.collectives.together(shards)
         whole = self.collectives.all_reduce([grads[i] for i in reduce], "sum", options.reduce_axes)
         for i, x in zip([*scatter, *reduce], [*shards, *whole], strict=True):
             out[i] = x

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from wusharding.analysis.layout import Leaf
+from wusharding.analysis.prompt import scattered_as_they_come
 from wusharding.analysis.schedule import Schedule
 from wusharding.formats.buckets import BucketSizes
 from wusharding.transforms.collectives import Collectives
@@ -25,6 +26,8 @@ def runner(
 ) -> Callable[[Sequence[Any]], list[Any]]:
     """The step from stored arguments to stored results; `new_weights` are positions of these."""
     replicas = context.replicas
+    if buckets.whole_tiles:
+        schedule = scattered_as_they_come(schedule, replicas, buckets)
     leaving = frozenset(v for v, _ in schedule.outputs)
     split = [o for o in new_weights if schedule.outputs[o][1].span is not None]
 

@@ -1,0 +1,132 @@
+"""Gradients that are scattered as they come, where a compiler would leave all of them to the end.
+
+TPU compilers scatter gradients when the backward pass is over. Until then each lies there whole, or
+is not computed yet, and what it is computed from lies there. So each large one is scattered next to
+the operation that makes it, and the next weight that the backward pass reads waits for that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from wusharding.analysis.placement import Replicas
+from wusharding.analysis.rules import RULES
+from wusharding.analysis.schedule import (
+    Communicate,
+    Compute,
+    Control,
+    Move,
+    Schedule,
+    Step,
+    Wait,
+    reads,
+    writes,
+)
+from wusharding.formats.buckets import BucketSizes
+from wusharding.jaxprs import Aval, Identity, Times
+
+
+def scattered_as_they_come(
+    schedule: Schedule, replicas: Replicas, buckets: BucketSizes
+) -> Schedule:
+    """The schedule with large sums scattered at once, and what comes after waiting for them.
+
+    Sums that share buckets stay where they are, for a bucket waits for all of its arrays, and so do
+    those of loop bodies.
+    """
+    steps = _hoisted(schedule, replicas, buckets)
+    return dataclasses.replace(schedule, steps=list(_waiting(schedule, steps, buckets.alone_bytes)))
+
+
+def _hoisted(schedule: Schedule, replicas: Replicas, buckets: BucketSizes) -> list[Step]:
+    """The steps, large sums next to their makers, with what passes them on until they are sent."""
+    makers = {v: k for k, step in enumerate(schedule.steps) for v in writes(step)}
+    placed: list[tuple[int, int, Step]] = []
+    moved: set[int] = set()
+    for k, step in enumerate(schedule.steps):
+        if not isinstance(step, Communicate):
+            continue
+        early = list[Move]()
+        for move in step.moves:
+            if move.source in makers and _goes_alone(move, replicas, buckets):
+                path = _path(schedule, makers, move.source)
+                at = makers[move.source] if not path else makers[_operand(schedule, path[0])]
+                placed += [(at, j, schedule.steps[j]) for j in path if j not in moved]
+                placed.append((at, k, Communicate((move,))))
+                moved.update(path)
+                early.append(move)
+        rest = tuple(m for m in step.moves if m not in early)
+        placed.append((k, k, Communicate(rest, tuple(m.dest for m in early))))
+        moved.add(k)
+    placed += [(k, -1, step) for k, step in enumerate(schedule.steps) if k not in moved]
+    return [step for *_, step in sorted(placed, key=lambda p: p[:2])]
+
+
+def _goes_alone(move: Move, replicas: Replicas, buckets: BucketSizes) -> bool:
+    if move.kind != "reduce" or move.after.span is None or move.before != move.after.without_span():
+        return False
+    fmt = move.after.format(move.aval.shape, replicas)
+    row_bytes = replicas.num_shards * move.aval.dtype.itemsize
+    return fmt is not None and buckets.goes_alone(fmt.shard_elems, row_bytes)
+
+
+def _path(schedule: Schedule, makers: dict[int, int], v: int) -> list[int]:
+    """Numbers of the steps that only pass a value on, from what computes it up to `v`."""
+    path: list[int] = []
+    while v in makers:
+        step = schedule.steps[makers[v]]
+        source = _passed_on(step, schedule.program.avals)
+        if source not in makers or any(
+            makers.get(u, -1) > makers[source] for u in reads(step) if u != source
+        ):
+            break
+        path.append(makers[v])
+        v = source
+    return path[::-1]
+
+
+def _operand(schedule: Schedule, k: int) -> int:
+    v = _passed_on(schedule.steps[k], schedule.program.avals)
+    assert v is not None
+    return v
+
+
+def _passed_on(step: Step, avals: Sequence[Aval]) -> int | None:
+    """The only operand of more than one element, where the step hands it on, cast or scaled."""
+    if not isinstance(step, Compute) or len(step.outs) != 1:
+        return None
+    rule = RULES.get(step.op.name)
+    primitive = step.op.primitive
+    if not isinstance(primitive, Identity | Times) and (
+        rule is None or rule.family != "elementwise"
+    ):
+        return None
+    large = [v for v in step.ins if v >= len(avals) or avals[v].size > 1]
+    return large[0] if len(large) == 1 else None
+
+
+def _waiting(schedule: Schedule, steps: Sequence[Step], least_bytes: int) -> Iterator[Step]:
+    """The steps, and before those that read a large weight a wait for what was scattered so far.
+
+    It is weights that wait, as they are, or cast, or gathered: they lie in memory anyway. What has
+    been computed may be fused with what reads it, and would have to be written down.
+    """
+    avals = schedule.program.avals
+    held = {v: avals[v].nbytes for v in schedule.program.inputs}
+    early = {v for step in steps if isinstance(step, Communicate) for v in step.beside}
+    scattered: list[int] = []
+    for step in steps:
+        if isinstance(step, Compute | Control) and scattered:
+            weights = [v for v in step.ins if held.get(v, 0) >= least_bytes]
+            if weights:
+                yield Wait(weights[0], tuple(scattered))
+                scattered.clear()
+        yield step
+        if isinstance(step, Communicate):
+            scattered += [m.dest for m in step.moves if m.dest in early]
+            gathered = [m for m in step.moves if m.kind == "gather" and m.source in held]
+            held |= {m.dest: m.aval.nbytes for m in gathered}
+        elif _passed_on(step, avals) in held:
+            (out,) = writes(step)
+            held[out] = avals[out].nbytes
