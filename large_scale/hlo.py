@@ -118,8 +118,9 @@ class Collective:
 def collectives(hlo_text: str) -> list[Collective]:
     """All collectives of a program, in the order of the text.
 
-    An asynchronous one counts once, by its `-start` or its channel. On TPU an all-reduce inside of
-    a fusion that keeps a slice of it only is a reduce-scatter, of an operand that was padded.
+    An asynchronous one counts once, by its `-start`, its chain or its channel. On TPU an all-reduce
+    inside of a fusion that keeps a slice of it only is a reduce-scatter, of an operand that was
+    padded.
 
     Args:
       hlo_text: optimized HLO, as `jax.jit(f).lower(...).compile().as_text()` gives it.
@@ -142,7 +143,7 @@ def collectives(hlo_text: str) -> list[Collective]:
         for i in computation.values()
         if i.opcode in ("fusion", "async-start")
     }
-    fused_channels: dict[tuple[str, str, str, int], int] = {}
+    fused: dict[tuple[str | int, ...], int] = {}
     carriers: dict[str, int] = {}
     sent: dict[str, int] = {}
     received: dict[str, str] = {}
@@ -159,11 +160,13 @@ def collectives(hlo_text: str) -> list[Collective]:
             channel = instruction.attributes.get("channel_id")
             if name in callers and channel and not scatters:
                 # The start, the steps and the end of an asynchronous one are fusions on TPU, each
-                # with the collective in it. Others may have the same channel.
+                # with the collective in it. Others may have the same channel, but not the chain.
                 groups = instruction.attributes.get("replica_groups", "")
                 same = (channel, kind, groups, nbytes(instruction.type))
-                carriers[callers[name].name] = fused_channels.setdefault(same, len(found))
-                if (seen := fused_channels[same]) < len(found):
+                if chain := instruction.attributes.get("chain_id"):
+                    same = (kind, chain)
+                carriers[callers[name].name] = fused.setdefault(same, len(found))
+                if (seen := fused[same]) < len(found):
                     if not found[seen].emitter:
                         found[seen] = dataclasses.replace(found[seen], emitter=_SPREAD)
                     continue

@@ -56,6 +56,8 @@ _BETWEEN_SLICES = {
     name: re.compile(rf'_xla_{name}="([^"]*)"')
     for name in ("megascale_transfer_type", "megascale_target", "host_transfer_rendezvous")
 }
+# What the parts of one asynchronous collective on TPU have in common.
+_CHAIN = re.compile(r'\bchain_id="(\d+)"')
 
 
 def parse(text: str) -> dict[str, Computation]:
@@ -89,6 +91,8 @@ def _instruction(name: str, value: str, raw: str) -> Instruction | None:
     if opcode["opcode"] in ("send", "recv"):
         between = {key: pattern.search(raw) for key, pattern in _BETWEEN_SLICES.items()}
         attributes |= {key: found[1] for key, found in between.items() if found}
+    if chain := _CHAIN.search(raw):
+        attributes["chain_id"] = chain[1]
     # Joins slices that were fetched one by one, which lie side by side already.
     what = "bitcast" if told[3] == "ConcatBitcast" else opcode["opcode"]
     op_name = told[0].replace("\\'", "'")

@@ -197,6 +197,28 @@ def test_a_phase_in_fusions_and_asynchronous_steps():
     assert [c.emitter for c in found] == ["asynchronous fusions", ""]
 
 
+def test_asynchronous_ones_of_one_channel_are_told_by_their_chain():
+    part = """
+%part{0} (q: f32[8]) -> f32[32] {{
+  %q{0} = f32[8]{{0}} parameter(0)
+  ROOT %g{0} = f32[32]{{0}} all-gather(%q{0}), channel_id=1, {1}
+}}
+"""
+    parts = "".join(
+        part.format(i, f'{GROUPS}, frontend_attributes={{chain_id="{chain}"}}')
+        for i, chain in enumerate((0, 1, 0, 1))
+    )
+    body = """  %p = f32[8]{0} parameter(0)
+  %s0 = f32[32]{0} fusion(%p), kind=kCustom, calls=%part0
+  %s1 = f32[32]{0} fusion(%p), kind=kCustom, calls=%part1
+  %d0 = f32[32]{0} fusion(%s0), kind=kCustom, calls=%part2
+  ROOT %d1 = f32[32]{0} fusion(%s1), kind=kCustom, calls=%part3"""
+    found = hlo.collectives(parts + module(body))
+    assert [(c.kind, c.phase, c.emitter) for c in found] == [
+        ("all-gather", 1, "asynchronous fusions")
+    ] * 2
+
+
 @pytest.mark.parametrize(
     ("kind", "operand_bytes", "sent_bytes"),
     [
