@@ -8,7 +8,7 @@ the operation that makes it, and the next weight that the backward pass reads wa
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from wusharding.analysis.placement import Replicas
 from wusharding.analysis.rules import RULES
@@ -19,7 +19,6 @@ from wusharding.analysis.schedule import (
     Move,
     Schedule,
     Step,
-    Wait,
     reads,
     writes,
 )
@@ -36,7 +35,7 @@ def scattered_as_they_come(
     those of loop bodies.
     """
     steps = _hoisted(schedule, replicas, buckets)
-    return dataclasses.replace(schedule, steps=list(_waiting(schedule, steps, buckets.alone_bytes)))
+    return dataclasses.replace(schedule, steps=_tied(schedule, steps, buckets.alone_bytes))
 
 
 def _hoisted(schedule: Schedule, replicas: Replicas, buckets: BucketSizes) -> list[Step]:
@@ -106,27 +105,33 @@ def _passed_on(step: Step, avals: Sequence[Aval]) -> int | None:
     return large[0] if len(large) == 1 else None
 
 
-def _waiting(schedule: Schedule, steps: Sequence[Step], least_bytes: int) -> Iterator[Step]:
-    """The steps, and before those that read a large weight a wait for what was scattered so far.
+def _tied(schedule: Schedule, steps: Sequence[Step], least_bytes: int) -> list[Step]:
+    """The steps, and for each early scatter the large weight that is read next, if it is there.
 
     It is weights that wait, as they are, or cast, or gathered: they lie in memory anyway. What has
     been computed may be fused with what reads it, and would have to be written down.
     """
     avals = schedule.program.avals
     held = {v: avals[v].nbytes for v in schedule.program.inputs}
-    early = {v for step in steps if isinstance(step, Communicate) for v in step.beside}
-    scattered: list[int] = []
-    for step in steps:
-        if isinstance(step, Compute | Control) and scattered:
-            weights = [v for v in step.ins if held.get(v, 0) >= least_bytes]
-            if weights:
-                yield Wait(weights[0], tuple(scattered))
-                scattered.clear()
-        yield step
+    since = dict.fromkeys(held, -1)
+    for k, step in enumerate(steps):
+        made = dict[int, int]()
         if isinstance(step, Communicate):
-            scattered += [m.dest for m in step.moves if m.dest in early]
-            gathered = [m for m in step.moves if m.kind == "gather" and m.source in held]
-            held |= {m.dest: m.aval.nbytes for m in gathered}
+            gathers = [m for m in step.moves if m.kind == "gather" and m.source in held]
+            made = {m.dest: m.aval.nbytes for m in gathers}
         elif _passed_on(step, avals) in held:
-            (out,) = writes(step)
-            held[out] = avals[out].nbytes
+            made = {v: avals[v].nbytes for v in writes(step)}
+        held |= made
+        since |= dict.fromkeys(made, k)
+    early = {v for step in steps if isinstance(step, Communicate) for v in step.beside}
+    tied = list(steps)
+    weight: int | None = None
+    for k, step in reversed(list(enumerate(steps))):
+        if isinstance(step, Compute | Control):
+            read = [v for v in step.ins if held.get(v, 0) >= least_bytes]
+            weight = read[0] if read else weight
+        elif weight is None or since[weight] > k or early.isdisjoint(writes(step)):
+            continue
+        elif isinstance(step, Communicate):
+            tied[k] = dataclasses.replace(step, weight=weight)
+    return tied

@@ -79,19 +79,13 @@ class Move:
 class Communicate:
     """Moves that are ready together, so that they may share collectives.
 
-    `beside` are sums that were scattered before, to be updated together with those of `moves`.
+    `beside` are sums that were scattered before, to be updated together with those of `moves`. What
+    reads `weight` afterwards waits until the large ones among `moves` are scattered.
     """
 
     moves: tuple[Move, ...]
     beside: tuple[int, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Wait:
-    """What reads `value` from here on does so when `done` are there."""
-
-    value: int
-    done: tuple[int, ...]
+    weight: int | None = None
 
 
 class Entry(NamedTuple):
@@ -172,7 +166,7 @@ class OwnedStage:
         return {o: [e for j in jobs for e in j.exits] for o, jobs in self.by_owner().items()}
 
 
-Step = Compute | Control | Communicate | Move | OwnedStage | Wait
+Step = Compute | Control | Communicate | Move | OwnedStage
 
 
 def reads(step: Step) -> list[int]:
@@ -187,8 +181,6 @@ def reads(step: Step) -> list[int]:
             return [step.source]
         case Communicate():
             return [*(m.source for m in step.moves), *step.beside]
-        case Wait():
-            return [step.value, *step.done]
         case Compute() | Control():
             return list(step.ins)
 
@@ -202,8 +194,6 @@ def writes(step: Step) -> list[int]:
             return [step.dest]
         case Communicate():
             return [m.dest for m in step.moves]
-        case Wait():
-            return []
         case Compute() | Control():
             return list(step.outs)
 

@@ -78,12 +78,16 @@ class Collectives:
 
     @jax.named_scope("reduce_scatter")
     def reduce_scatter(
-        self, xs: Sequence[jax.Array], formats: Sequence[Format], sums: SumDtypes = OWN
+        self,
+        xs: Sequence[jax.Array],
+        formats: Sequence[Format],
+        sums: SumDtypes = OWN,
+        arrived: Callable[[jax.Array], jax.Array] = lambda x: x,
     ) -> list[jax.Array]:
         """Sums each `x: [*shape]` over the shard axes; returns shards in `local_shape`.
 
         Along axes where they are equal already (`sums.equal`) nothing is sent: each device takes
-        its part first.
+        its part first. `arrived` is called on each large array as the last collective gives it.
         """
         out: list[Any] = [None] * len(xs)
         phases = [phase for phase in self.replicas.phases if phase.axis not in sums.equal]
@@ -95,7 +99,7 @@ class Collectives:
             group = [i for i, other in enumerate(sent) if other == hops]
             _, first = hops[0]
             done = self._scattered(
-                [xs[i].astype(first) for i in group], [formats[i] for i in group], hops
+                [xs[i].astype(first) for i in group], [formats[i] for i in group], hops, arrived
             )
             for i, x in zip(group, done, strict=True):
                 out[i] = x.astype(xs[i].dtype)
@@ -115,7 +119,11 @@ class Collectives:
         return out
 
     def _scattered(
-        self, xs: Sequence[jax.Array], formats: Sequence[Format], hops: Hops
+        self,
+        xs: Sequence[jax.Array],
+        formats: Sequence[Format],
+        hops: Hops,
+        arrived: Callable[[jax.Array], jax.Array],
     ) -> list[jax.Array]:
         """`reduce_scatter` of arrays that travel alike, phase by phase."""
         phases = [phase for phase, _ in hops]
@@ -126,8 +134,8 @@ class Collectives:
                 # Tiles are taken as they lie row by row: in another layout that is a copy.
                 x = row_major(x) if x.ndim > 1 else x
                 rows = by_shard(self._padded(x, fmt, phases), fmt)
-                return self._scatter_tiles(rows, hops).reshape(fmt.local_shape)
-            return self._scatter(self._padded(x, fmt, phases), fmt.lo, hops)
+                return self._scatter_tiles(rows, hops, arrived).reshape(fmt.local_shape)
+            return arrived(self._scatter(self._padded(x, fmt, phases), fmt.lo, hops))
 
         def packed(alike: Sequence[jax.Array], fmt: Format) -> jax.Array:
             def rows_of(x: jax.Array) -> jax.Array:
@@ -297,7 +305,9 @@ class Collectives:
             x = _psum_scatter(x.astype(dtype), phase, dim)
         return x
 
-    def _scatter_tiles(self, x: jax.Array, hops: Hops) -> jax.Array:
+    def _scatter_tiles(
+        self, x: jax.Array, hops: Hops, arrived: Callable[[jax.Array], jax.Array] = lambda x: x
+    ) -> jax.Array:
         """Scatters `x: [num_shards, *shard]` in the one shape that TPU compilers scatter as it is.
 
         The scattered dim leads and is as long as the group, and each piece holds an even number of
@@ -309,6 +319,7 @@ class Collectives:
             x = x.astype(dtype)
             pieces, pad = _in_tiles(x.reshape(phase.size, shards * first, *rest))
             done = _psum_scatter(pieces, phase, 0)
+            done = arrived(done) if shards == 1 else done
             x = done.reshape(-1)[: done.size - pad] if pad else done
         return x.reshape(first, *rest)
 

@@ -24,7 +24,6 @@ from wusharding.analysis.schedule import (
     Move,
     OwnedStage,
     Schedule,
-    Wait,
 )
 from wusharding.analysis.wide import Widening, WideOp, padding_of, widen
 from wusharding.formats import Format
@@ -104,8 +103,6 @@ class Interpreter:
                     )
                 case Communicate():
                     self._communicate(step, env)
-                case Wait():
-                    self._wait(step, env)
                 case OwnedStage():
                     self._owned(step, env)
                 case Control():
@@ -206,17 +203,10 @@ class Interpreter:
             xs = [jnp.asarray(env[m.source]) for m in moves]
             done = self.collectives.all_reduce(xs, reduction, axes)
             env.update(zip((m.dest for m in moves), done, strict=True))
-        self._scatter_sums(scatters, env)
+        self._scatter_sums(scatters, env, step.weight)
         shards = [*(m.dest for m in scatters), *step.beside]
         env.update(zip(shards, self.collectives.together([env[v] for v in shards]), strict=True))
         self._gather(gathers, env)
-
-    def _wait(self, step: Wait, env: Values) -> None:
-        forms = env.wide if step.value in env.wide else env
-        forms[step.value], *done = lax.optimization_barrier(
-            (forms[step.value], *(env[v] for v in step.done))
-        )
-        env.update(zip(step.done, done, strict=True))
 
     def _scattered_tile(self, x: Any, move: Move) -> Any:
         """The tile of a sum over the axes that make the tile, and over others."""
@@ -234,7 +224,7 @@ class Interpreter:
             x = lax.psum_scatter(x, axes, scatter_dimension=d, tiled=True)
         return x
 
-    def _scatter_sums(self, moves: list[Move], env: Values) -> None:
+    def _scatter_sums(self, moves: list[Move], env: Values, weight: int | None) -> None:
         """Partial sums that are wanted split: reduce-scatter, then the axes that it left out."""
         if not moves:
             return
@@ -242,7 +232,14 @@ class Interpreter:
         sums = moves[0].sums
         assert all(m.sums == sums for m in moves)
         xs = [self._unscattered(m, env) for m in moves]
-        done = self.collectives.reduce_scatter(xs, formats, sums)
+        waits = env.wide if weight in env.wide else env
+
+        def arrived(x: jax.Array) -> jax.Array:
+            if weight is not None:
+                x, waits[weight] = lax.optimization_barrier((x, waits[weight]))
+            return x
+
+        done = self.collectives.reduce_scatter(xs, formats, sums, arrived)
         for move, x in zip(moves, done, strict=True):
             rest = tuple(a for a in move.axes if a not in self.replicas.shard_axes)
             (env[move.dest],) = self.collectives.sum_shards([x], rest, sums)
