@@ -1,4 +1,4 @@
-"""On TPU large gradients are scattered as they come, which its compiler would leave to the end.
+"""On TPU large gradients are scattered as they come, which v5e's compiler would leave to the end.
 
 What needs XLA's TPU compiler runs where it is installed (`pip install 'wusharding[tpu-aot]'`).
 """

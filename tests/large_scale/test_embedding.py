@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import wusharding as wus
-from large_scale.hlo import collectives
+from large_scale.hlo import Collective, collectives
 from tests.large_scale import megatron, training
 from tests.runs import groups_of, mesh_of
 
@@ -104,32 +104,30 @@ def looked_up(params: Tree, tokens: jax.Array) -> jax.Array:
     return jnp.mean(jnp.tanh(params["rows"][tokens] @ params["mix"]) ** 2)
 
 
-@pytest.mark.parametrize(("columns", "times"), [(None, 0), ("model", 1)])
-def test_a_gradient_that_is_made_in_other_tiles_than_its_weight_leaves_them(columns, times):
-    """What a table split by columns is multiplied by has its gradient made in tiles of rows."""
-    specs = {"rows": P(None, "model"), "mix": P(None, columns)}
+def across_data(mix: P) -> list[Collective]:
+    """Trains with a table that `model` splits by columns; what goes along `data`."""
+    specs = {"rows": P(None, "model"), "mix": mix}
     mesh = mesh_of({"data": 4, "model": 2}, auto=True)
     found = training.Setup(
         looked_up, weights(), specs, batches(), P("data"), optimizer(), mesh
     ).by_step()
     wanted = training.on_one_device(looked_up, weights(), batches(), optimizer())
     assert found.error(wanted) <= 1e-5
+    return [c for c in found.collectives if groups_of(c) == training.along(mesh, "data")]
+
+
+@pytest.mark.parametrize(("columns", "times"), [(None, 0), ("model", 1)])
+def test_a_gradient_that_is_made_in_other_tiles_than_its_weight_leaves_them(columns, times):
+    """What a table split by columns is multiplied by has its gradient made in tiles of rows."""
+    across = across_data(P(None, columns))
     tile = 4 * WIDTH * WIDTH // 2
-    across = [c for c in found.collectives if groups_of(c) == training.along(mesh, "data")]
     summed = [c for c in across if c.kind == "all-reduce" and c.operand_bytes >= tile]
     assert len(summed) == times
 
 
 def test_columns_of_a_table_are_scattered_where_they_lie():
     """Of a table that `model` splits by columns each device makes its own part of the gradient."""
-    specs = {"rows": P(None, "model"), "mix": P("model")}
-    mesh = mesh_of({"data": 4, "model": 2}, auto=True)
-    found = training.Setup(
-        looked_up, weights(), specs, batches(), P("data"), optimizer(), mesh
-    ).by_step()
-    wanted = training.on_one_device(looked_up, weights(), batches(), optimizer())
-    assert found.error(wanted) <= 1e-5
-    across = [c for c in found.collectives if groups_of(c) == training.along(mesh, "data")]
+    across = across_data(P("model"))
     weight_bytes = 4 * (VOCAB * WIDTH + WIDTH * WIDTH) // 2
     padded = 4 * 4 * 2 * WIDTH  # at most a row for each of 4 shards, of both
     scattered = sum(c.operand_bytes for c in across if c.kind == "reduce-scatter")

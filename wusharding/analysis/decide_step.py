@@ -482,15 +482,10 @@ class _StepDecider(Decider):
         """
         value, want = self.values[v], self._wanted(v)
         have = value.placement
-        fits = (
-            value.partial == "sum"
-            and not self.replica_axes.isdisjoint(value.partial_axes)
-            and want is not None
-            and want.span is not None
-            and have.span is None
-            and have.shared_tiles(want) != have
-        )
-        if not fits or want is None or want.span is None:
+        of_replicas = not self.replica_axes.isdisjoint(value.partial_axes)
+        if value.partial != "sum" or not of_replicas or have.span is not None:
+            return super()._finished(v)
+        if want is None or want.span is None or have.shared_tiles(want) == have:
             return super()._finished(v)
         tiled = [d for d, axes in enumerate(have.tiles) if axes != want.tiles[d]]
         within = have.shared_tiles(want) == want.without_span()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from wusharding.analysis.flow import control_links
+from wusharding.analysis.flow import control_links, turns_of
 from wusharding.analysis.layout import Leaf
 from wusharding.analysis.placement import Placement, Replicas
 from wusharding.analysis.plan import bytes_text
@@ -144,9 +144,8 @@ def _programs(sums: Sums, known: Mapping[int, Origin], turns: int = 1) -> Iterat
     yield _At(sums, found, turns)
     for k, op in enumerate(sums.facts.program.ops):
         if op.subs:
-            length = op.params["length"] if op.name == "scan" else 1
             for body, inner in sums.inside(k, found):
-                yield from _programs(body, inner, turns * length)
+                yield from _programs(body, inner, turns * turns_of(op))
 
 
 # ------------------------------------------------------------------------------------ sum-of-equals
@@ -224,7 +223,7 @@ def _sums_in_loop(
     found = [s for i in range(carries) for s in body.added_to(first + i, i)]
     if not found:
         return
-    turns = op.params["length"] if op.name == "scan" else 1
+    turns = turns_of(op)
     sizes = {v: program.avals[v].nbytes for s, way in found for v in s.outs if v in way}
     inside = _Moves(schedules[-1]).sources(kind="reduce") if schedules else set()
     stay = [s for s, way in found if schedules is None or inside.intersection(way)]
@@ -454,14 +453,13 @@ class _Level(NamedTuple):
             k = positions.get(id(s.op), -1) if isinstance(s, Control) else -1
             if not isinstance(s, Control) or k not in self.region.bodies:
                 continue
-            turns = s.op.params["length"] if s.op.name == "scan" else 1
             parts = (facts.bodies[k], self.region.bodies[k], s.bodies, control_links(s.op))
             for body, region, schedule, links in zip(*parts, strict=True):
                 outs = set(body.program.outputs)
                 made = [(v, self.weight_of.get(u, -1)) for u, v, _ in links if v in outs]
                 weight_of = nearest_weights(body.program, region, made)
                 sums = Sums(body, self.sums.replicas)
-                yield _Level(sums, region, schedule, weight_of, self.turns * turns)
+                yield _Level(sums, region, schedule, weight_of, self.turns * turns_of(s.op))
 
 
 def _levels(step: _Step) -> Iterator[_Level]:

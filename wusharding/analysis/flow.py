@@ -5,6 +5,11 @@ from __future__ import annotations
 from wusharding.jaxprs import Op
 
 
+def turns_of(op: Op) -> int:
+    """How often the bodies of a control-flow operation run; a `while` counts as one turn."""
+    return op.params["length"] if op.name == "scan" else 1
+
+
 def control_links(op: Op) -> list[list[tuple[int, int, int]]]:
     """For each body of a control-flow operation: (outer value, inner value, dim shift)."""
     if op.name == "cond":

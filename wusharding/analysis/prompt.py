@@ -1,14 +1,15 @@
 """Gradients that are scattered as they come, where a compiler would leave all of them to the end.
 
-TPU compilers scatter gradients when the backward pass is over. Until then each lies there whole, or
-is not computed yet, and what it is computed from lies there. So each large one is scattered next to
-the operation that makes it, and the next weight that the backward pass reads waits for that.
+The compiler of v5e scatters gradients when the backward pass is over. Until then each lies there
+whole, or is not computed yet, and what it is computed from lies there. So on TPU each large one is
+scattered next to the operation that makes it, and the next weight that the backward pass reads
+waits for that.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from wusharding.analysis.placement import Replicas
 from wusharding.analysis.rules import RULES
@@ -49,8 +50,7 @@ def _hoisted(schedule: Schedule, replicas: Replicas, buckets: BucketSizes) -> li
         early = list[Move]()
         for move in step.moves:
             if move.source in makers and _goes_alone(move, replicas, buckets):
-                path = _path(schedule, makers, move.source)
-                at = makers[move.source] if not path else makers[_operand(schedule, path[0])]
+                at, path = _path(schedule, makers, move.source)
                 placed += [(at, j, schedule.steps[j]) for j in path if j not in moved]
                 placed.append((at, k, Communicate((move,))))
                 moved.update(path)
@@ -70,25 +70,20 @@ def _goes_alone(move: Move, replicas: Replicas, buckets: BucketSizes) -> bool:
     return fmt is not None and buckets.goes_alone(fmt.shard_elems, row_bytes)
 
 
-def _path(schedule: Schedule, makers: dict[int, int], v: int) -> list[int]:
-    """Numbers of the steps that only pass a value on, from what computes it up to `v`."""
-    path: list[int] = []
-    while v in makers:
-        step = schedule.steps[makers[v]]
+def _path(schedule: Schedule, makers: Mapping[int, int], v: int) -> tuple[int, list[int]]:
+    """The number of the step that computes `v`, and of those that only pass it on from there."""
+    at, path = makers[v], list[int]()
+    while True:
+        step = schedule.steps[at]
         source = _passed_on(step, schedule.program.avals)
-        if source not in makers or any(
-            makers.get(u, -1) > makers[source] for u in reads(step) if u != source
+        if (
+            source is None
+            or source not in makers
+            or any(makers.get(u, -1) > makers[source] for u in reads(step))
         ):
-            break
-        path.append(makers[v])
-        v = source
-    return path[::-1]
-
-
-def _operand(schedule: Schedule, k: int) -> int:
-    v = _passed_on(schedule.steps[k], schedule.program.avals)
-    assert v is not None
-    return v
+            return at, path[::-1]
+        path.append(at)
+        at = makers[source]
 
 
 def _passed_on(step: Step, avals: Sequence[Aval]) -> int | None:

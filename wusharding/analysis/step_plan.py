@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 
 from wusharding.analysis.findings import Finding, find_faults, finding_lines, made_at
+from wusharding.analysis.flow import turns_of
 from wusharding.analysis.layout import Leaf
 from wusharding.analysis.placement import Placement, Replicas
 from wusharding.analysis.plan import (
@@ -154,10 +155,9 @@ def _sums(sums: Sums, turns: int, where: str) -> Iterable[tuple[str, int]]:
     axes = frozenset(sums.replicas.reduce_axes)
     for k, op in enumerate(program.ops):
         if op.subs:
-            length = op.params["length"] if op.name == "scan" else 1
             inside = " in a loop" if op.name in ("scan", "while") else where
             for body, _ in sums.inside(k, {}):
-                yield from _sums(body, turns * length, inside)
+                yield from _sums(body, turns * turns_of(op), inside)
             continue
         before = any(facts.spreads[v].axes() & axes for v in op.ins)
         after = any(facts.spreads[v].axes() & axes for v in op.outs)

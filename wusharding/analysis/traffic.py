@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from wusharding.analysis.flow import turns_of
 from wusharding.analysis.lines import Phase
 from wusharding.analysis.placement import Placement, Replicas
 from wusharding.analysis.schedule import (
@@ -48,7 +49,7 @@ def _walk(schedule: Schedule, replicas: Replicas, buckets: BucketSizes) -> Itera
                     size = width * replicas.num_shards * Aval((), dtype).nbytes
                     yield Traffic("all-to-all", "matrices to and from their owners", 1, size)
         elif isinstance(step, Control):
-            turns = step.op.params["length"] if step.op.name == "scan" else 1
+            turns = turns_of(step.op)
             for body in step.bodies:
                 for row in _walk(body, replicas, buckets):
                     yield dataclasses.replace(

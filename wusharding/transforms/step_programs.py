@@ -258,7 +258,7 @@ class StepPrograms:
         pairs = matched(found.args, found.out_shape)
         out_paths, _, out_def = flatten_with_paths(found.out_shape)
         update = find_update(
-            *(found.program, replicas, found.inputs, pairs, options.style), results=out_paths
+            found.program, replicas, found.inputs, pairs, options.style, results=out_paths
         )
         target = options.target or platform_of(mesh)
         assigned = assign(
