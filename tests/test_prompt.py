@@ -77,6 +77,36 @@ def test_the_numbers_are_those_of_one_device(fun, weights_are):
     assert relative_error(state, plain) < 1e-5
 
 
+def unscaled(optimizer, params: Tree, state: Tree, scale: jax.Array, x: jax.Array):
+    """The second of two operations on the gradients reads what is made after them."""
+    grads = jax.grad(lambda p: scale * loss(p, x))(params)
+    inverse = 2.0 / scale
+    grads = jax.lax.pmean(jax.tree.map(lambda g: (g * 0.5) * inverse, grads), "data")
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("weights_are", ["whole", "split"])
+def test_gradients_scaled_by_what_is_made_after_them(weights_are, checked):
+    optimizer, mesh = optax.sgd(1e-1, momentum=0.9), mesh_of({"data": 8})
+    params = weights(3)
+    state, scale = optimizer.init(params), jnp.float32(8)
+    x = np.random.default_rng(0).normal(size=(16, N)).astype(np.float32)
+    plain = jax.shard_map(
+        functools.partial(unscaled, optimizer),
+        mesh=mesh,
+        in_specs=(P(), P(), P(), P("data")),
+        out_specs=P(),
+        check_vma=checked,
+    )
+    batch = jax.device_put(x, NamedSharding(mesh, P("data")))
+    wanted = jax.jit(plain)(params, state, scale, batch)
+    sharded = wus.shard_step(plain, mesh=mesh, target="tpu", weights=weights_are)
+    found = sharded.unshard(sharded(params, state, scale, batch))
+    assert relative_error(found, wanted) < 1e-5
+
+
 def order(mesh: Mesh, **options) -> list[str]:
     """The names of what a step does, one after the other."""
     optimizer = optax.adam(1e-2)

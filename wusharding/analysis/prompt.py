@@ -71,19 +71,24 @@ def _goes_alone(move: Move, replicas: Replicas, buckets: BucketSizes) -> bool:
 
 
 def _path(schedule: Schedule, makers: Mapping[int, int], v: int) -> tuple[int, list[int]]:
-    """The number of the step that computes `v`, and of those that only pass it on from there."""
-    at, path = makers[v], list[int]()
+    """The number of the step that makes `v`, and of those that only pass it on from there.
+
+    What these read besides is made before.
+    """
+    steps, at, path = schedule.steps, makers[v], list[int]()
     while True:
-        step = schedule.steps[at]
-        source = _passed_on(step, schedule.program.avals)
-        if (
-            source is None
-            or source not in makers
-            or any(makers.get(u, -1) > makers[source] for u in reads(step))
-        ):
-            return at, path[::-1]
-        path.append(at)
+        source = _passed_on(steps[at], schedule.program.avals)
+        if source is None or source not in makers:
+            break
+        path.insert(0, at)
         at = makers[source]
+
+    def made_later(u: int) -> bool:
+        return makers.get(u, -1) > at and makers[u] not in path
+
+    while any(made_later(u) for k in path for u in reads(steps[k])):
+        at = path.pop(0)
+    return at, path
 
 
 def _passed_on(step: Step, avals: Sequence[Aval]) -> int | None:
